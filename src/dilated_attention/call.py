@@ -1,7 +1,7 @@
 """Represent a call in normal form: its arguments are checked once, and its backend is chosen once.
 
-The public functions make a `Call`. `explain` prints it, `operators` carries it through PyTorch's dispatcher, and
-`execution` runs it on one device, `parallel.over_mesh` over a mesh.
+The public functions make a `Call`. `explain` describes the call, `operators` passes it through PyTorch's dispatcher,
+and `execution` (one device) or `parallel.over_mesh` (several ranks) runs it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Shards:
     Attributes:
         bounds: the edges of the shards, one more than ranks; or the global length alone, for balanced shards.
         samples: the edges of packed samples; None for one sample.
-        lengths: the lengths of all samples of the padded batch, if the call is one sample of it.
+        lengths: the lengths of all samples of a padded batch, if the call is one of these samples; otherwise empty.
         layer: the name of the calling layer, for error messages.
     """
 
@@ -95,8 +95,9 @@ class Call:
     Attributes:
         branches: the pattern in normal form for the KV heads of k; for a block layout alone, one branch of all
             tokens.
-        layouts: the block layouts inside segments, one for each number of tokens that a segment has; empty without
-            blocks.
+        choice: the backend, and why it was chosen.
+        layouts: the block layouts inside segments, one for each number of tokens that take part in a segment; empty
+            if the pattern has no layout.
         lengths, cu_seqlens: where samples end, as `attention` takes them. Over a mesh, `shards` has the edges of
             packed samples.
         first_head: global index of the first query head.
@@ -172,16 +173,16 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """Return the factor by which q is multiplied before the call, so that the remaining scale is positive."""
+        """Return the factor by which q is multiplied first, so that the scale that backends get is positive."""
         return split_scale(self.scale)[0]
 
     @property
     def positive_scale(self) -> float:
-        """Return the remaining scale, by which the scores of q * factor are multiplied."""
+        """Return the scale that backends get: they multiply the scores of q * `factor` by it."""
         return split_scale(self.scale)[1]
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:
-        """Return the plan of one sample on one device, with this many queries and, by default, as many keys."""
+        """Return the plan of one sample on one device; `queries`, `keys`: their numbers, equal by default."""
         rows, columns = (
             (start, start + count)
             for start, count in zip(self.starts, (queries, queries if keys is None else keys), strict=True)
@@ -215,13 +216,13 @@ class Call:
         return q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def row_counts(self, length: int) -> set[int]:
-        """Return the set of the numbers of tokens that take part in a segment, for a sample of this length."""
+        """Return the distinct numbers of tokens that take part in a segment, for a sample of `length` tokens."""
         # torch.compile of PyTorch 2.8 does not support a slice of a named tuple.
         segment_lengths, dilation_rates, offsets, _, _, _ = self.branches
         return row_counts(segment_lengths, dilation_rates, offsets, length)
 
     def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
-        """Return which pairs of query and key survive dropout; None if all do."""
+        """Return the object that says which pairs of query and key survive dropout; None without dropout."""
         if self.seed is None:
             return None
         queries, keys = (
@@ -231,7 +232,7 @@ class Call:
         return dropout_of(self.dropout_p, self.seed, q.shape[0], q.shape[2], queries, keys[:, None], self.first_head)
 
     def over(self, shards: Shards) -> Call:
-        """Return the same call for a sequence that is sharded in this way."""
+        """Return the same call with `shards`, to which the edges of packed samples are added. Checks the samples."""
         samples, layouts = None, self.layouts
         # Read here, before the ranks wait for one another, so that every rank raises what is wrong with them.
         slices = [seq for _, seq in self.samples(shards.bounds[-1])]
@@ -246,6 +247,8 @@ class Call:
         self, pattern: BlockLayout | Product, q: Tensor, k: Tensor, seq_len: int, over_ranks: bool
     ) -> Call:
         """Return the same call with `layouts` taken from the pattern, and checked against q and k.
+
+        `over_ranks`: the call has a mesh of several ranks; each layout then gets lists per query head, on q's device.
 
         If the pattern has a function from lengths to layouts, and seq_len is a symbol because the call is exported, the
         layouts are not known yet. Then `layout_function` is set to the function's name instead (`with_function`).
@@ -274,7 +277,7 @@ class Call:
     def _inside(
         self, layout: BlockLayout | LayoutOfLength, heads: int, kv_heads: int, seq_len: int
     ) -> tuple[BlockLayout, ...]:
-        """Return the layouts inside the segments of the call's samples."""
+        """Return a layout, checked, for each number of tokens that take part in a segment of the call's samples."""
         counts: set[int] = set()
         for _, seq in self.samples(seq_len):
             counts |= self.row_counts(seq.stop - seq.start)
@@ -284,7 +287,7 @@ class Call:
         return found
 
     def with_function(self, q: Tensor, k: Tensor) -> Call:
-        """Return the same call with the layouts that its function gives."""
+        """Return the same call with the layouts that its `layout_function` gives; unchanged if it has none."""
         if not self.layout_function:
             return self
         layouts = self._inside(function_of(self.layout_function), q.shape[2], k.shape[2], q.shape[1])
@@ -329,7 +332,7 @@ def split_scale(scale: float) -> tuple[float, float]:
     """Return (factor, rest) with scale = factor * rest: q is multiplied by factor, and backends get rest.
 
     rest is positive, because backends scale scores that may be -inf, which 0 would turn into NaN and a negative number
-    into +inf. In single precision it does not round to 0, and log2 e times it is finite.
+    into +inf. In single precision rest does not round to 0, and rest * log2 e is finite.
     """
     if abs(scale) < _LEAST_SCALE:
         return scale, 1.0
@@ -338,7 +341,7 @@ def split_scale(scale: float) -> tuple[float, float]:
 
 
 def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | None, transport: str) -> int:
-    """Return the global sequence length, given q, this rank's shard."""
+    """Return the global sequence length, given this rank's shard q; `group` is None on one device."""
     if group is None:
         if transport != "auto":
             raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
@@ -355,7 +358,7 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
 
 
 def placed(options: Options) -> bool:
-    """Return whether positions are given, so that q and k may have different lengths."""
+    """Return whether q_start or k_start is given, so that q and k may have different lengths."""
     return options["q_start"] is not None or options["k_start"] is not None
 
 
@@ -400,15 +403,18 @@ def check_placed(pattern: Pattern, options: Options) -> None:
 
 
 def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:
-    """Raise for the first (name, whether it is given, remedy) that is given."""
+    """Raise UnsupportedError for the first of `cases`, (name, whether it is given, remedy), that is given.
+
+    `where` tells the reader of the message which other option excludes it.
+    """
     for name, given, remedy in cases:
         if given:
             raise UnsupportedError(f"{name} {where} is not supported; {remedy}")
 
 
 def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
-    """Return the part of a pattern that has branches: of a product, the dilated factor; of a block layout,
-    one segment."""
+    """Return the pattern without its layout: a product's dilated factor; for a block layout, one segment with all
+    tokens."""
     if isinstance(pattern, (Dilated, Window, Sum)):
         return pattern
     if isinstance(pattern, BlockLayout):
@@ -422,7 +428,7 @@ def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
 
 
 def layout_remedy(given: Any) -> str:
-    """Return a sentence on how to turn another package's object into a layout; "" if this library cannot do it."""
+    """Return the end of an error message: how to turn `given` into a layout; "" if this library cannot do it."""
     if isinstance(given, BlockMask):
         return "; give BlockLayout.from_block_mask of it"
     if isinstance(given, Tensor):
@@ -452,7 +458,10 @@ def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: 
 
 
 def _keys(branches: Branches) -> int:
-    """Return how many keys a query sees, summed over its branches, when every segment is full."""
+    """Return how many keys a query sees, summed over its branches, when every segment is full.
+
+    Leading tokens do not count.
+    """
     bands = branches.bands or ((None, None),) * len(branches.offsets)
     return sum(
         [

@@ -52,7 +52,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check for dense tensors of 4 dimensions, of one floating dtype and on one device."""
+    """Raise ValueError unless q, k and v are dense tensors of 4 dimensions, of one floating dtype and on one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
@@ -178,15 +178,14 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Return whether values can be read without waiting: tensors on the CPU, outside a graph."""
+    """Return whether values can be read at once: plain tensors on the CPU, outside graphs and torch.func."""
     if torch.compiler.is_compiling() or in_torch_func() or observed(*tensors):
         return False
     return all(x.device.type == "cpu" for x in tensors)
 
 
 def indices(what: str, values: Tensor, least: int, stop: int) -> None:
-    """Raise ValueError unless values are whole numbers in [least, stop). Values that cannot be read without waiting
-    pass."""
+    """Raise ValueError unless values lie in [least, stop); `what` names them. Values that are not `readable` pass."""
     if not readable(values):
         return
     low, high = map(int, values.aminmax()) if values.numel() else (least, least)

@@ -127,10 +127,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor |
 def newest_attention(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax(scale q kᵀ) v of one token over the given keys except the `hidden` ones, and lse.
+    """Attend from one token to the given keys except the `hidden` ones: return out = softmax(scale q kᵀ) v, and lse.
 
-    q: `(batch, 1, heads, head_dim)`; k, v: `(batch, lists, keys, head_dim)`, hidden: `(batch, lists, keys)`; lists
-    divides heads; lse: `(batch, 1, heads)`. Where no key is left, the softmax's output is 0.
+    q: `(batch, 1, heads, head_dim)`; k, v: `(batch, lists, keys, head_dim)`, hidden: bool `(batch, lists, keys)`.
+    Neighbouring heads share a list, so lists divides heads. out is like q, with the head_dim of v; lse: `(batch, 1,
+    heads)`. Where no key is left, out is 0 and lse -inf.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
@@ -160,7 +161,7 @@ def listed_attention(
     lengths: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute the last rows of causal attention over the key blocks chosen for each: softmax(scale q·k) v.
+    """Compute the last rows of causal attention, each over the key blocks chosen for its query: softmax(scale q·k) v.
 
     Equals `block_sparse_attention(whole_q, k, v, layout, is_causal=True)[:, -new:]` where the layout's last rows list
     these blocks. Only the keys and values of these blocks are read. Plain differentiable operations.
@@ -231,7 +232,8 @@ def listed_attention(
 def _tokens(chosen: Tensor, block_size: int, position: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens in the chosen blocks, `(queries, lists, tokens)`, and which of them are hidden.
 
-    A token is hidden if a query at its position cannot see it; token 0 then takes its place.
+    `position`: each query's position. A token is hidden if it comes after its query, or if `chosen` has -1 or an
+    earlier block again in its place; token 0 then replaces it.
     """
     chosen = chosen.sort(-1).values
     again = F.pad(chosen.diff(dim=-1) == 0, (1, 0))[..., : chosen.shape[2]]

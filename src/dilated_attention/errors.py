@@ -19,7 +19,7 @@ class BackendError(UnsupportedError):
 class ContextParallelError(RuntimeError):
     """Report a failed exchange between ranks. The group cannot be used again.
 
-    The message names rank, place and plan.
+    The message names the rank, the layer, the plan, and the step that failed.
     """
 
 

@@ -1,4 +1,7 @@
-"""Run a call on one device: split it into samples, look up plan and layouts of each, and pass them to the backend."""
+"""Run a call on one device: split it into samples, look up plan and layouts of each, and pass them to the backend.
+
+A call with `lengths` or `cu_seqlens` is *ragged*.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from dilated_attention.plan import Plan
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and lse, `(batch, seq, heads)`, on a backend that autograd differentiates."""
+    """Run a call on a backend that has an `attend`; return out and lse, `(batch, seq, heads)`, differentiable."""
     run = call.backend.attend
     assert run is not None
     call.samples(q.shape[1])  # checks the lengths
@@ -38,9 +41,9 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int, int], Tensor]:
-    """Return a function (sample, n) that says which of n tokens sees which, per head.
+    """Return a function of a sample's number and n, which returns the mask of n tokens: bool (heads or 1, n, n).
 
-    A shorter ragged sample has the lists of the layout's first tokens.
+    A sample that is shorter than the layout has the lists of the layout's first tokens.
     """
     layouts = [layout.for_heads(heads) for layout in layouts]
     masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
@@ -56,7 +59,7 @@ def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int,
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return out, contiguous like q, and lse, `(batch, seq, heads)`."""
+    """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`."""
     run = call.backend.forward
     if call.lengths is None and call.cu_seqlens is None:
         return list(run(_problem(call, q, k), q, k, v))
@@ -104,9 +107,9 @@ def _problem(
     at: tuple[slice, slice] | None = None,
     whole: Dropout | None = None,
 ) -> Problem:
-    """Return the problem of the call; or of one of its samples, whose rows are at `at`, (batch, seq) slices.
+    """Return the problem that a backend gets for the call, or for sample number `sample`.
 
-    `whole`: the dropout of all samples.
+    `at`: the (batch, seq) slices of the sample's rows; None: the whole call. `whole`: the dropout of all samples.
     """
     plan = call.plan(q.shape[1], k.shape[1]) if at is None else call.plan(at[1].stop - at[1].start)
     layouts = layouts_of(call, q, plan, sample)
@@ -126,9 +129,10 @@ def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[sli
 def layouts_of(
     call: Call, q: Tensor, plan: Plan, sample: int | None = None, device: torch.device | None = None
 ) -> dict[int, BlockLayout] | None:
-    """Return the block layout of each segment length of a plan, causal if the call is, on `device` (default: q's).
+    """Return a plan's block layouts by number of rows per segment, on `device` (default: q's); None without layouts.
 
-    A ragged sample, shorter than the layout, has the layout of its first tokens.
+    They are causal if the call is. A sample of a ragged call that is shorter than the layout has the layout's first
+    tokens. `sample`: the sample's number; None: the layouts keep the lists of all batch elements.
     """
     if not call.layouts:
         return None
@@ -146,9 +150,9 @@ def layouts_of(
 def _layout(
     layout: BlockLayout, sample: int | None, heads: int, length: int, is_causal: bool, device: torch.device
 ) -> BlockLayout:
-    """Return a layout's first `length` tokens, from the cache.
+    """Return a layout's first `length` tokens on `device`, for one sample or (None) for all, from the cache.
 
-    The layout may be made anew for each call, so the names of its tables serve as the key.
+    A caller may make the layout anew for each call, so the names of its tables (`name_of`) serve as the key.
     """
     heads = heads if layout.num_heads > 1 else 1
 
@@ -170,5 +174,5 @@ def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -
 
 
 def _packed(*tensors: Tensor | None) -> list[Any]:
-    """View tensors (batch, seq, ...) as one sequence, (1, batch * seq, ...)."""
+    """View each tensor (batch, seq, ...) as one sequence, (1, batch * seq, ...); None stays None."""
     return [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in tensors]

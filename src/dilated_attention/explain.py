@@ -32,8 +32,8 @@ class Explanation:
             do not take block layouts into account: they count the whole groups.
         bytes: the least memory traffic that the forward needs on the device: rows of q, k and v read, rows of out and
             lse read and written, counted per group, or per call inside a layout.
-        calls: for each number of tokens that a segment has, the calls that the native backend makes for the layout
-            of that many tokens.
+        calls: for each number of tokens that take part in a segment, the calls that the native backend makes for the
+            layout of that many tokens.
         transport: with a mesh, how rows travel between ranks, why this way, and why each other way was not chosen.
         exchange: with a mesh, what this rank sends and receives.
         unserved: one line for each branch in which some tokens take part for no head.
@@ -107,7 +107,7 @@ def explain(
 
     It takes the options of `attention`, and `compat` as in `dilated_attention`; `return_lse` does not change the
     report. With a mesh, the groups describe this rank: its own rows and the rows that it receives. With a mesh and
-    lengths, samples are handled one after another, and the traffic is their sum.
+    lengths, samples are handled one after another, and the traffic is summed over the samples.
 
     Examples:
         >>> from dilated_attention import Dilated, explain
@@ -162,8 +162,7 @@ def explain(
 def _work(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[list[tuple[StridedGroup, int, BlockLayout | None]], list[BlockLayout]]:
-    """Return the groups of all samples, each with its layout and number of batch elements;
-    and all layouts of the call."""
+    """Return (group, number of batch elements, its layout or None) for all groups of all samples; and all layouts."""
     work: list[tuple[StridedGroup, int, BlockLayout | None]] = []
     layouts: dict[tuple[int, int | None], BlockLayout] = {}
     per_sample = any(layout.batch_size > 1 for layout in call.layouts)

@@ -119,8 +119,8 @@ def attention(
         (float64 for float64), natural logarithm, differentiable.
 
     Raises:
-        ValueError: the message names the argument, its value and what would be right; over a mesh, every rank raises
-            it.
+        ValueError: the message names the argument, its value and what would be right. Over a mesh, every rank raises
+            it in the group's first call. Later, other ranks may raise a ContextParallelError that quotes it instead.
         ContextParallelError: a rank was lost, or sent something unexpected. The group cannot be used again.
 
     Examples:
@@ -163,7 +163,10 @@ def attention(
 
 
 def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return out and lse, `(batch, seq, heads)`, of a checked call."""
+    """Run a checked call: return out, shaped as in `attention`, and lse `(batch, seq, heads)`.
+
+    This draws the seed of dropout, and applies `key_padding_mask` and `sinks`.
+    """
     key_padding_mask, sinks = options["key_padding_mask"], options["sinks"]
     if call.dropout_p:
         call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
@@ -200,7 +203,10 @@ def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Option
 
 
 def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend in samples that end at positions `lengths`: later keys are hidden, and later queries get out 0."""
+    """Attend in samples that end at positions `lengths`; return out and lse, `(batch, heads, seq)`.
+
+    Keys after the end of a sample are hidden, and queries after it get out 0 and lse -inf.
+    """
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, options["key_padding_mask"])
     lengths, _ = checks.ragged(q, options["lengths"], None)
@@ -221,9 +227,10 @@ def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, opt
 def _layout_at_positions(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the rows and columns of a layout at some positions.
+    """Attend over a layout with given positions of q and k; return out and lse, `(batch, heads, seq)`.
 
-    q, k and v are padded to the sequence so far. Query blocks before q list nothing, and padded keys are hidden.
+    q, k and v are padded to all positions from 0 to the last one. Query blocks before q list nothing, and padded keys
+    are hidden.
     """
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, mask := options["key_padding_mask"])
@@ -243,7 +250,7 @@ def _layout_at_positions(
 
 
 def _positions(q: Tensor, k: Tensor, options: Options) -> tuple[range, range]:
-    """Return the positions of the rows of q and of k."""
+    """Return the positions of the rows of q, then those of the rows of k."""
     first_query, first_key = starts_of(options)
     return range(first_query, first_query + q.shape[1]), range(first_key, first_key + k.shape[1])
 
@@ -276,10 +283,10 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact dilated attention: one softmax over the keys that the branches show, counted with multiplicity.
 
-    In branch (w, r) token p takes part for head h iff (p mod w) mod r == o(h). A participating query sees the
-    participating keys of its segment p // w (causal: keys j <= p). A query that no branch covers gets out 0, lse -inf
-    and gradient 0. The definition is LongNet's (arXiv:2307.02486), without the padding keys and the cut gradient of the
-    released code.
+    In branch (w, r), for segment length w and dilation rate r, token p takes part for a head with offset o iff
+    (p mod w) mod r == o. A participating query sees the participating keys of its segment p // w (causal: keys j <= p).
+    A query that no branch covers gets out 0, lse -inf and gradient 0. The definition is LongNet's (arXiv:2307.02486).
+    The released code also attends padding, and passes no gradient through the weights that mix its branches.
 
     Args:
         segment_lengths, dilation_rates, offsets, head_groups, compat: the pattern, as in `Dilated`.
@@ -311,9 +318,11 @@ def block_sparse_attention(
     and:
 
     Args:
-        layout: a layout made for q's length. Its lists may be shared or differ by query head or KV head, and by batch
-            element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the lists of the first n tokens. Lists
-            that were chosen by content for a whole pack are therefore refused: choose and call once per sample.
+        layout: a layout for q's length (over a mesh, the global length). Its lists may be shared, or differ by query
+            head or KV head and by batch element. With `lengths` or `cu_seqlens`, a sample of n tokens uses the lists of
+            the first n tokens. With `cu_seqlens` the layout is for the length of the longest sample, and a longer one
+            is refused. Its lists may then differ by sample: `BlockLayout.stack` joins one layout per sample. Over a
+            mesh packed samples share their lists. With `q_start` or `k_start` the layout may be longer than q and k.
         is_causal: leave out the blocks above the diagonal, and mask by token the blocks that it cuts.
 
     Examples:

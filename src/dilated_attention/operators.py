@@ -47,7 +47,7 @@ torch.library.define(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return out, contiguous like q, and lse, `(batch, seq, heads)`; differentiable."""
+    """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`; differentiable."""
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
     if call.shards is not None and torch.is_grad_enabled() and _runs_eagerly(q):
@@ -171,7 +171,7 @@ def _bound(number: int) -> int | None:
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    """Return out, contiguous like q, and lse, `(batch, seq, heads)`.
+    """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`.
 
     Over a mesh the list continues with what the backward needs: other ranks' rows.
     """
@@ -203,7 +203,7 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: list[Tensor],
     *packed: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
+    """Return (dq, dk, dv), contiguous, from out and lse of `dilated_attention::forward`, and what else it saved."""
     return _run_backward(_unpack(k, *packed), dout, dlse, q, k, v, out, lse, saved)
 
 

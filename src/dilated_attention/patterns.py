@@ -265,8 +265,8 @@ class Dilated(_Branched):
         """Return the offset of every head in every branch; -1 where the head takes no part in the branch.
 
         Args:
-            head_offset: the table covers heads head_offset to head_offset + num_heads of a larger module, even if it is
-                0. Default: there are no other heads.
+            head_offset: the first of num_heads heads of a larger module; the table covers these heads. 0 says too that
+                there may be other heads. Default: there are no other heads.
 
         Raises:
             ValueError: the pattern does not fit the heads, or a branch could never show any token.
@@ -421,7 +421,7 @@ class Sum(_Branched):
 
 
 def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
-    """Return how many keys each token of each head sees."""
+    """Return how many keys each token of each head sees, int64 `(heads, seq)`."""
     if isinstance(part, BlockLayout):
         return (part.causal() if is_causal else part).seen_by(seq_len, num_heads)
     if isinstance(part, Product):
@@ -461,10 +461,10 @@ def _covering(pattern: Dilated) -> str:
 
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
-    """Return the layout for `length` tokens.
+    """Return `layout` itself if it is a `BlockLayout`; otherwise call it for its layout of `length` tokens.
 
-    `plan_cache` holds what a callable returned, under a name (`name_of`) that is valid as long as the callable lives. A
-    callable that allows no weak reference (`__slots__`) is called every time.
+    `plan_cache` keeps what a callable returned as long as the callable lives. A callable that allows no weak reference
+    (`__slots__`) is called every time.
     """
     if isinstance(layout, BlockLayout):
         return layout
@@ -481,7 +481,7 @@ def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout
 
 
 def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
-    """Return the layout inside a segment in which `length` tokens take part."""
+    """Return the layout inside a segment in which `length` tokens take part; ValueError if it has another length."""
     layout = layout_for(layout, length)
     if layout.seq_len != length:
         raise ValueError(
@@ -494,10 +494,10 @@ def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLay
 
 
 def pattern_for(layout: LayoutOfLength, length: int) -> BlockLayout | Product:
-    """Return the pattern of a layout function.
+    """Return the pattern that a layout function gives for `length` tokens.
 
-    This is its layout; or, while a graph is exported and the length is a symbol, a product that applies the function
-    in one segment.
+    This is the layout that the function returns. While a graph is exported and the length is a symbol, it is a product
+    that applies the function in one segment with all tokens.
     """
     return Dilated((WHOLE,), (1,)) * layout if is_symbol(length) else layout_for(layout, length)
 

@@ -50,7 +50,7 @@ def plot_counts(
     layout_of: Callable[[int], Any] | None = None,
     pixels: int | None = None,
 ) -> Axes:
-    """Draw a square per (query row, key column) of one head: white where unseen, darker where more branches show it.
+    """Draw a square per (query row, key column) of one head: white if unseen, darker if more branches show the key.
 
     Args:
         num_heads: heads of k and v; default: as many as a table of offsets has, else as many as `head` needs to exist.
@@ -130,7 +130,10 @@ def plot_blocks(
     is_causal: bool,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the active (query block, key block) pairs among `shape`; grey where a pixel holds several blocks."""
+    """Draw the active blocks, given as their numbers (query blocks, key blocks), in a grid of `shape` blocks.
+
+    A pixel that holds several blocks is grey.
+    """
     sides = [min(number, PIXELS) for number in shape]
     row, column = (x * side // number for x, side, number in zip(blocks, sides, shape, strict=True))
     image = np.bincount(row * sides[1] + column, minlength=sides[0] * sides[1]).reshape(sides)
@@ -177,9 +180,9 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
 
 
 def _tokens_in(size: int, number: int, pixel: np.ndarray) -> np.ndarray:
-    """Count how many tokens of each of `number` blocks of `size` fall into each pixel.
+    """Count how many tokens of each block fall into each pixel: `(number of blocks, pixels)`.
 
-    `pixel`: the pixel of each token.
+    `size`: tokens per block; `pixel`: the pixel of each token.
     """
     tokens = np.zeros((number, pixel[-1] + 1))
     np.add.at(tokens, (np.arange(len(pixel)) // size, pixel), 1)
@@ -193,14 +196,14 @@ def _per_pixel(number: int, pixels: int) -> np.ndarray:
 def ink(mean: np.ndarray, most: float) -> np.ndarray:
     """Return how dark a pixel is drawn, from 0 (white) to 1 (black), given the mean count of its pairs.
 
-    The rule is the same as in the explorer: a pixel with any shown pair is visibly dark, even if few of its pairs
-    are shown.
+    `most`: the largest mean. A pixel with any shown pair is visibly dark, even if few of its pairs are shown. The
+    documentation's pattern explorer has the same rule.
     """
     return np.where(mean > 0, FAINTEST + (1 - FAINTEST) * np.sqrt(np.maximum(mean, 0) / most), 0.0)
 
 
 def _draw(image: np.ndarray, extent: tuple[float, float, float, float], ax: Axes | None) -> Axes:
-    """Draw white for 0 and black for the largest value.
+    """Draw an image, white for 0 and black for the largest value; `extent`: left, right, bottom and top.
 
     Without `ax`, draw on a figure of pyplot, which a notebook shows.
     """

@@ -13,15 +13,15 @@ from typing import NamedTuple
 from dilated_attention.cache import plan_cache
 
 OffsetTable = tuple[tuple[int, ...], ...]
-"""The offset of each head in each branch (branch x head), or -1 where the head takes no part in the branch."""
+"""The offset of each head in each branch (branch x head), -1 where the head takes no part in the branch, or `ALL`."""
 
 Band = tuple[int | None, int | None]
-"""(low, high): row i sees row j iff low <= j - i <= high; None means no bound."""
+"""(low, high): query row i sees key row j iff low <= j - i <= high; None means no bound."""
 EVERY: Band = (None, None)
 
 
 class Branches(NamedTuple):
-    """Hold a pattern in normal form: w and r of each branch, and the offset of each KV head in it.
+    """Hold a pattern in normal form: length w and rate r of each branch, and the offset of each KV head in the branch.
 
     Attributes:
         compat: `"torchscale"` or None, as in `Dilated`.
@@ -74,7 +74,7 @@ class StridedGroup:
 
     @property
     def banded(self) -> bool:
-        """Return whether some query of a segment does not see some key of it."""
+        """Return whether some query does not see some key of the same segment."""
         return self.low is not None or self.high is not None
 
     def entries(self) -> int:
@@ -115,7 +115,7 @@ class Plan:
     """Hold the groups of one pattern at one sequence length.
 
     Attributes:
-        covered: the groups marked `first` hold every (row, head), so that nothing needs to be initialised.
+        covered: the groups marked `first` hold every (row, head), so that out and lse need no initial values.
         square: in every group the queries are the keys (self-attention on one device).
     """
 
@@ -147,9 +147,10 @@ class Spans(NamedTuple):
     """Describe the segments of a grid that have tokens in [lower, upper), as runs of equal segments.
 
     Attributes:
-        segment: w', at most the length of the grid.
-        runs: for each run the first segment's [start, stop), the number of segments, and whether it reaches beyond
-            [lower, upper).
+        segment: the segment length, cut to the length of the grid; not cut if there are no runs.
+        lower, upper: the tokens that were asked for, cut to the grid.
+        runs: for each run, start and stop of its first segment, the number of segments, and whether the first segment
+            reaches beyond [lower, upper).
     """
 
     segment: int
@@ -181,11 +182,12 @@ def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans
 
 
 def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, bool]]:
-    """Return, as runs of equal segments, the rows that take part in a branch.
+    """Return, as runs of equal segments, the rows that take part in a branch with this rate and offset.
 
     Returns:
-        For each run: its rows; how many rows of the same segment lie before them; by how many rows the whole segment
-            falls short of ceil(w' / r); whether the segment reaches beyond the tokens.
+        For each run of `spans` with rows in [lower, upper): these rows; how many rows of the segment come before
+            `lower`; ceil(spans.segment / rate) minus the number of rows of the whole segment; whether the segment
+            reaches beyond [lower, upper).
     """
     segment, lower, upper, runs = spans
     found = []
@@ -207,7 +209,7 @@ def compile_groups(
     The densest branch goes first: it writes the running output that the others are merged into.
 
     Args:
-        parts: called as parts(branch, offset); returns what the heads with this offset compute.
+        parts: called as parts(branch, offset); returns the parts that the heads with this offset compute.
         seq_len: the number of query rows.
     """
     groups: list[StridedGroup] = []
@@ -245,7 +247,7 @@ WHOLE = 2**62
 
 class Sight(NamedTuple):
     """Describe queries and keys with a common stride: a query at p sees the keys at p + i * stride for low <= i <=
-    high."""
+    high, and `phantoms` zero keys."""
 
     queries: Rows
     keys: Rows
@@ -256,9 +258,10 @@ class Sight(NamedTuple):
 def sights(
     branches: Branches, branch: int, offset: int, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool
 ) -> Iterator[Sight]:
-    """Yield what the queries at positions `queries` see of the keys at positions `keys`, for the heads of one offset.
+    """Yield what the queries at positions `queries` see of the keys at positions `keys`, both [start, stop).
 
-    The `start` of rows is a position here. A sight may be empty.
+    `offset` is the offset of the heads in the branch, or `ALL`. The `start` of rows is a position here. A sight may be
+    empty.
     """
     leading = branches.leading[branch] if branches.leading else 0
     low, high = branches.bands[branch] if branches.bands else EVERY
@@ -333,9 +336,9 @@ def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
 
 
 def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the segments that have both queries and keys, as (start, number).
+    """Yield the segments that have both queries and keys, as (position of the first token, number of segments).
 
-    Whole segments come in runs; a cut segment comes alone. At most the first and the last are cut.
+    Segments that lie wholly in both form one run. Other segments, at most the first and the last, come alone.
     """
     lower, upper = max(queries[0], keys[0]), min(queries[1], keys[1])
     if queries[0] >= queries[1] or keys[0] >= keys[1]:
@@ -352,9 +355,9 @@ def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iter
 
 
 def _rows(first: int, stride: int, lower: int, upper: int, segment: int, segments: int) -> Rows:
-    """Return the numbers first, first + stride, ... that lie in [lower, upper), and the same rows of the next segments.
+    """Return as rows the positions first, first + stride, ... in [lower, upper), and the same rows of later segments.
 
-    `segments`: the number of segments, which are `segment` tokens apart.
+    `segments`: the number of segments in all, which are `segment` tokens apart.
     """
     begin = first + max(0, -((first - lower) // stride)) * stride
     return Rows(begin, segment, segments, stride, max(0, -((begin - upper) // stride)))
@@ -365,10 +368,12 @@ def _interval(start: int, stop: int) -> Rows:
 
 
 def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | None:
-    """Return the queries that see a key, the keys that some query sees, and the band by row; None if there are none.
+    """Return the queries that see a key, the keys that some query sees, and the band; None if no query sees a key.
+
+    The returned band counts rows of the returned queries and keys.
 
     Args:
-        band: by position, as in a `Sight`.
+        band: as in a `Sight`, in which it counts strides between positions.
     """
     if queries.count <= 0 or keys.count <= 0:
         return None
@@ -378,9 +383,9 @@ def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
 
 
 def trimmed(rows: Rows, columns: Rows, low: int | None, high: int | None) -> tuple[Rows, Rows, Band] | None:
-    """Remove rows that see no column, columns that no row sees, and bounds that hide nothing.
+    """Return the rows (queries) that see a column (key), the columns that some row sees, and the band in their numbers.
 
-    Returns None if nothing is left.
+    A bound of the band, `low` or `high`, that hides nothing becomes None. Returns None if no row sees a column.
     """
     left = 0 if low is None else max(0, low)
     right = columns.count if high is None else min(columns.count, high + rows.count)
@@ -405,8 +410,8 @@ def plan_of(
 
     Args:
         queries, keys: positions [start, stop) of the rows of q and of k; keys: the same as queries by default. Rows
-            of the plan are numbered from these starts. compat="torchscale" needs all tokens. Without causality its
-            groups count ceil(w' / r) keys per segment, padding included, with w' = min(w, stop).
+            of the plan are numbered from these starts. With compat="torchscale" both must be the whole sequence. If the
+            plan is not causal, keys and phantoms of a query then add up to ceil(w / r) per branch, for w cut to stop.
     """
     keys = queries if keys is None else keys
     return plan_cache.get(
@@ -427,7 +432,7 @@ def plan_dilated(
 
     Args:
         table: branch x key-value head, as `Dilated.offset_table` gives it.
-        compat: see `plan_of`.
+        compat: as in `Dilated`.
     """
     return plan_of(Branches(segment_lengths, dilation_rates, table, compat), (0, seq_len), None, is_causal)
 
@@ -435,9 +440,9 @@ def plan_dilated(
 def row_counts(
     segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], table: OffsetTable, seq_len: int
 ) -> set[int]:
-    """Return the set of the numbers of tokens that take part in a segment, over all segments, branches and heads.
+    """Return the distinct numbers of tokens that take part in a segment, over all segments, branches and heads.
 
-    Uses no plan and no cache, whose lock `torch.compile` cannot trace.
+    It uses no plan and no cache, because `torch.compile` cannot trace the lock of the cache.
     """
     counts = set()
     for segment, rate, offsets in zip(segment_lengths, dilation_rates, table, strict=True):

@@ -10,7 +10,7 @@ def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return values and indices of the `number` largest entries of each row, descending.
 
     Equal entries come in their order in the row. With `torch.topk` the choice among equal entries depends on the
-    width of the rows and on `number`. Both reveal later tokens, so a token's choice must not depend on them.
+    width of the rows and on `number`. A row's width reveals later tokens, on which no token's choice may depend.
     """
     if x.dtype == torch.float64:
         values, indices = x.sort(dim=-1, descending=True, stable=True)

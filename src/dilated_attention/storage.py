@@ -1,7 +1,7 @@
 """Write files atomically: after a crash a file is the old or the new version. Store tensors without pickle, and
 digests.
 
-`SHA256SUMS` in a folder, in the format of the command `sha256sum`, has a line for each file that was written with it.
+The file `SHA256SUMS` of a folder lists the digests of the files that were written with it, as `sha256sum` prints them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the UTF-8 file `path` atomically and durably. An OSError names it."""
+    """Replace the UTF-8 file `path` atomically and durably. An OSError names `path`."""
     with _replacing(path) as temporary:
         try:
             temporary.write_text(text, encoding="utf-8", newline="\n")
@@ -59,7 +59,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors on the CPU, and metadata.
+    """Return (tensors by name, metadata) of a safetensors file; the tensors are on the CPU.
 
     Raises ValueError if there is no such file or it is damaged or truncated.
     """
@@ -81,7 +81,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def require_file(path: Path) -> None:
-    """Raise ValueError unless it is a regular file: reading a pipe or a device may never end."""
+    """Raise ValueError unless `path` is a regular file: reading a pipe or a device may never end."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -115,7 +115,7 @@ def digest(path: Path) -> str:
 
 
 def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write `SHA256SUMS`, after all files that it lists."""
+    """Write `SHA256SUMS` with these digests by file name; call it after all of these files are written."""
     write_text(folder / SUMS, "".join(f"{sha}  {name}\n" for name, sha in digests.items()))
 
 
@@ -130,7 +130,7 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 
 def require_whole(path: Path, digests: Mapping[str, str]) -> None:
-    """Raise ValueError unless the file has the digest that `digests`, from the `SHA256SUMS` beside it, lists."""
+    """Raise ValueError unless the file has the digest that `digests`, the `SHA256SUMS` of its folder, lists for it."""
     require_file(path)
     if path.name not in digests:
         raise ValueError(f"{path.with_name(SUMS)}: damaged: it does not list {path.name}")
@@ -154,9 +154,10 @@ def sync(folder: Path) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; the file written there then replaces `path`.
+    """Yield the path of a temporary file; once the block has written the file and ended, it replaces `path`.
 
-    If the process is killed, the folder stays; a call at least an hour later removes it.
+    The file lies in a temporary folder beside `path`. If the process is killed, the folder stays until a call for the
+    same path, at least an hour later, removes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".new-{glob.escape(path.name)}-*"):

@@ -110,8 +110,10 @@ class _Problem:
         )
 
     def budget_of(self, entries: int, like: float) -> str:
-        """Return, as text, the smallest budget that allows these entries, rounded up; of the kind (share or keys) of
-        `like`."""
+        """Return, as text, the smallest budget that allows these score entries, rounded up.
+
+        It is a share or a number of keys, like the budget `like`.
+        """
         if isinstance(like, Integral):
             return f"budget={math.ceil(entries / (self.num_heads * self.seq_len))}"
         share = entries / self.entries(self.seq_len, 1)
@@ -125,8 +127,8 @@ class _Problem:
         `rate`: the rate of the last branch. Without causality a first segment of `rate` tokens is enough, because it
         has a token of every residue. When causal, a pair can fail close to a border between two first segments, if no
         token between the two has the right residue. At each border, rate (rate - 1) / 2 pairs are never connected;
-        these may be at most 0.5 % of all pairs. For any two segments, as many pairs are not connected within two
-        layers; these may be at most 5 %.
+        these may be at most 0.5 % of all pairs. Between each two first segments, neighbours or not, the same number of
+        pairs is not connected within two layers; these may be at most 5 %.
         """
         if not self.is_causal:
             return rate
@@ -135,9 +137,9 @@ class _Problem:
         return max(rate, -(-self.seq_len // segments))
 
     def longest_first(self, allowed: int, last_rates: list[int]) -> Dilated | None:
-        """Return dense attention if the budget allows it; else the affordable pattern with the longest first segment.
+        """Return dense attention if its score entries are at most `allowed`; else the best affordable pattern or None.
 
-        The patterns are those of `geometric`; None if none of them is affordable.
+        The patterns are those of `geometric` for each of `last_rates`; the one with the longest first segment is best.
         """
         dense = Dilated((self.seq_len,), (1,))
         if self.cost(dense) <= allowed:
@@ -149,7 +151,7 @@ class _Problem:
         return max((p for p in fitting if p is not None), key=lambda p: p.segment_lengths[0], default=None)
 
     def geometric(self, rate: int) -> Iterator[Dilated]:
-        """Yield patterns with rates 1, 2, 4, ..., rate, from the longest possible first segment to the shortest."""
+        """Yield patterns with rates 1, 2, 4, ..., `rate`, from the longest possible first segment to the shortest."""
         rates = [*(1 << i for i in range((rate - 1).bit_length())), rate]
         first = _round_length(self.seq_len // rate)
         while rate > 1 and first >= self.least_first(rate):
@@ -167,7 +169,7 @@ class _Problem:
         return min(patterns, key=self.cost)
 
     def longest_window(self, allowed: int, least: Dilated) -> Dilated:
-        """Return the two branches of `least` with the first segment as long as the budget allows."""
+        """Return the two branches of `least` with the first segment as long as `allowed` score entries permit."""
         window = _round_length(self.seq_len // 2)
         while window > least.segment_lengths[0]:
             pattern = Dilated((window, self.seq_len), least.dilation_rates)

@@ -102,8 +102,10 @@ def in_batched_gradients(*gradients: Tensor | None) -> bool:
 
 
 def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """Apply `function` to gradients that autograd maps over, one after another,
-    so that memory is as for one gradient."""
+    """Apply `function` to each of the gradients that autograd maps over, one at a time, and stack the results.
+
+    `function` then needs temporary memory for one gradient only.
+    """
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     # One that is not mapped, which the others share, comes out with a batch of 1.
@@ -123,7 +125,7 @@ def autograd_position() -> tuple[int, int | None]:
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Return whether a module, or a module inside it, has a forward hook."""
+    """Return whether a module, or a module inside it, has a forward hook, or a hook for all modules is set."""
     if torch.nn.modules.module._has_any_global_hook():
         return True
     return any(x._forward_hooks or x._forward_pre_hooks for module in modules for x in module.modules())
@@ -148,8 +150,10 @@ def mapped_indices() -> AbstractContextManager[None]:
 
 
 def require_when_run(condition: Tensor, message: str) -> None:
-    """Raise unless `condition`, a single boolean, is true: when a compiled graph runs,
-    or a device reaches this place."""
+    """Raise unless `condition`, a single boolean tensor, is true.
+
+    The check takes place when the compiled graph runs, or when the device reaches this operation.
+    """
     torch._assert_async(condition, message)
 
 

@@ -1,1 +1,1 @@
-"""Compute plans: `table` chooses a backend; every other module is one way of computing."""
+"""Compute plans: `table` lists the backends and chooses one; the other modules are the backends and what they share."""

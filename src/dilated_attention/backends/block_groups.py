@@ -81,7 +81,7 @@ class Group:
 class _BlockPlan:
     """Hold the groups of a layout.
 
-    covered: the groups marked `first` hold every row, so that nothing needs to be initialised.
+    covered: the groups marked `first` hold every row, so that out and lse need no initial values.
     """
 
     groups: tuple[Group, ...]
@@ -181,7 +181,7 @@ _SINGLE = _Shape(1, 1)
 
 
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
-    """Return the row shapes to try, long ones first. For each length: strides that are usual in the lists, then 1."""
+    """Return the row shapes to try, long ones first. For each length: the frequent distances in the lists, then 1."""
     gaps = key.diff()[lane.diff() == 0]
     usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
     strides = {gap * layout.k_block // layout.q_block for gap in usual if not gap * layout.k_block % layout.q_block}
@@ -199,7 +199,10 @@ class _Groups:
         self.written = self.begun.clone()  # by a group marked `first`
 
     def add(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
-        """Add one group: lanes (R,) of rows of this shape; lane[t] sees the key blocks key[t], for `key` (R, m)."""
+        """Add one group: `lane` (R,) names R rows of this shape; row t sees the m key blocks key[t], with `key` (R, m).
+
+        `cut`: whether the diagonal cuts these key blocks.
+        """
         shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
         rows = shape.stride * shape.per_residue(query_blocks)
         head, blocks = lane // rows, shape.blocks(lane % rows, query_blocks)
@@ -214,7 +217,7 @@ class _Groups:
         self.groups.append(Group(blocks, heads, key, q_tokens, k_tokens, cut, first, row_view, key_view))
 
     def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
-        """Add one group for each number of key blocks that a lane lists. Entries (lane, key) are sorted."""
+        """Add a group for each list length: all lanes with equally many key blocks. Entries (lane, key) are sorted."""
         if not len(lane):
             return
         lanes, counts = torch.unique_consecutive(lane, return_counts=True)
@@ -244,7 +247,10 @@ def _progression(x: Tensor) -> tuple[int, int] | None:
 
 
 def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Find key blocks that all query blocks of a row see. Return which entries they are, then the rows' (lane, key)."""
+    """Find key blocks that all query blocks of a row see, where a row has three or more of them.
+
+    Return which of the given entries they are, as booleans, and the lane and key block of each for the row.
+    """
     blocks, columns = layout.query_blocks, layout.key_blocks
     rows = shape.stride * shape.per_residue(blocks)
     code = (lane // blocks * rows + shape.row(lane % blocks, blocks)) * columns + key

@@ -54,14 +54,18 @@ def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | Non
 
 
 def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> Tensor:
-    """Return a copy of the blocks that `_blocks` locates: (R, heads or 1, m * tokens, ...)."""
+    """Copy the first `tokens` tokens of blocks `ids` (R, m) of x (seq, heads, ...): (R, heads, m * tokens, ...).
+
+    With `heads` (R,), row r is taken from head heads[r] alone, and the second dimension is 1.
+    """
     view, start = _blocks(x, block, tokens, ids, heads)
     taken = view.index_select(0, start).unflatten(0, ids.shape).flatten(1, 2)
     return taken.transpose(1, 2) if heads is None else taken.unsqueeze(1)
 
 
 def _slices(x: Tensor, tokens: int, per_head: bool) -> Tensor:
-    """View (R, heads or 1, m * tokens, ...) as (tokens, R * m, ...), with the blocks of `_blocks` in dimension 1."""
+    """View R rows of m blocks, (R, heads or 1, m * tokens, ...), as (tokens, R * m, ...): dimension 1 runs over blocks.
+    `per_head`: each row belongs to one head, and the head dimension, of size 1, is dropped."""
     x = x.squeeze(1) if per_head else x.transpose(1, 2)
     return x.unflatten(1, (-1, tokens)).flatten(0, 1).transpose(0, 1)
 
@@ -119,7 +123,7 @@ class Sequence:
         return _take(x, self.layout.k_block, group.k_tokens, group.keys, group.heads)
 
     def store(self, x: Tensor, group: Group, values: Tensor) -> None:
-        """Write values (R, heads or 1, tokens, ...) to the rows of a group of x (seq, heads, ...)."""
+        """Write values (rows, heads or 1, tokens, ...) to the query rows of a group in x (seq, heads, ...)."""
         if group.row_view:
             self.queries(x, group).copy_(values)
             return
@@ -127,12 +131,12 @@ class Sequence:
         view.transpose(0, 1).index_copy_(1, start, _slices(values, group.q_tokens, group.heads is not None))
 
     def add_to_keys(self, x: Tensor, group: Group, values: Tensor) -> None:
-        """Add values (R, heads or 1, m * tokens, head_dim) to the key blocks of a group of x (seq, heads, head_dim)."""
+        """Add values (rows, heads or 1, key tokens, head_dim) to a group's key blocks in x (seq, heads, head_dim)."""
         view, start = _blocks(x, self.layout.k_block, group.k_tokens, group.keys, group.heads)
         view.transpose(0, 1).index_add_(1, start, _slices(values, group.k_tokens, group.heads is not None).to(x.dtype))
 
     def causal(self, group: Group) -> bool:
-        """Return whether the operator's causal mask serves: each row has one key block, its own query block."""
+        """Return whether the operator's causal mask hides all later keys: a row's one key block is its query block."""
         return group.masked and self.layout.q_block == self.layout.k_block
 
     def bias(self, group: Group, dtype: torch.dtype) -> Tensor | None:
@@ -155,7 +159,7 @@ class Sequence:
 
 
 def _folded(layout: BlockLayout, scores: Scores, *tensors: Any) -> tuple[Scores, list[Any]]:
-    """Fold a batch of small problems with one shared list into one problem with more heads; return others unchanged.
+    """Fold a batch of small problems that share one list into one problem with more heads; return others unchanged.
 
     Tensors (batch, heads, ...), q first, become (1, batch * heads, ...); None stays None.
     """
@@ -182,7 +186,7 @@ def _calls(
 
     Args:
         tensors: (batch, heads, seq, ...), q first; None stays None.
-        copies: the number of temporary elements per element of a token.
+        copies: how many temporary vectors of head_dim numbers a call needs per token that it reads or writes.
         by_head: as in `Sequence.parts`.
     """
     q, pairs = tensors[0], scores.pairs
@@ -205,7 +209,8 @@ def forward(
     """Return (out, lse) of a layout, as `fused.forward` does, for q, k, v `(batch, heads, seq, head_dim)`, any strides.
 
     Args:
-        scores: `is_causal` is ignored, the layout's counts; a bias has one row for all heads and queries.
+        scores: `is_causal` is ignored: the layout says whether it is causal. A bias has one row for all heads and
+            queries.
     """
     shape = q.shape
     scores, (q, k, v) = _folded(layout, scores, q, k, v)
@@ -234,7 +239,7 @@ def forward(
 def backward(
     layout: BlockLayout, scores: Scores, merged: Merged, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Keys, fused.Keys]:
-    """Return (dq, dk, dv) of a layout, as `fused.backward`."""
+    """Return (dq, dk, dv) of a layout, in single precision at least, from what `fused.backward` takes."""
     shape = q.shape
     scores, (q, k, v, *of_queries) = _folded(layout, scores, q, k, v, *merged)
     sums = torch.promote_types(q.dtype, torch.float32)

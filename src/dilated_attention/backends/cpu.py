@@ -93,7 +93,8 @@ def least_keys(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
-    """Return the library, the machine's highest set of INSTRUCTION_SETS, whether it has AMX, and why no kernel runs."""
+    """Return (library or None, index of the machine's best set in INSTRUCTION_SETS, whether the machine has AMX, why no
+    kernel can run or None)."""
     library = build.load()
     if isinstance(library, str):
         return None, 0, False, library
@@ -132,7 +133,7 @@ def in_halves(dtype: torch.dtype) -> bool:
     """Return whether each number is split into a sum of two bfloat16 numbers, which AMX multiplies in three products.
 
     Float16 numbers are split, because the sum is exact. Float32 numbers are split only if
-    `torch.set_float32_matmul_precision` is "high" or "medium"; out and gradients are then within 3e-5.
+    `torch.set_float32_matmul_precision` is "high" or "medium"; out and gradients are then accurate to 3e-5.
     """
     if dtype == torch.bfloat16 or instruction_set() != AMX:
         return False
@@ -176,9 +177,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk, dv of a problem from the merged out and lse; `state`: running float32 sums to add to in place.
 
-    A launch uses one kernel of five products for all three gradients if there are enough independent jobs for all
-    threads: tiles of keys that share queries form one job. Otherwise one kernel of four products computes dk and dv and
-    one of three computes dq.
+    A launch uses one kernel of five matrix products for all three gradients if there are enough independent jobs for
+    all threads: tiles of keys that share queries form one job. Otherwise a kernel of four products computes dk and dv,
+    and a kernel of three products computes dq.
     """
     arguments, plan = _Arguments(problem, q, k, v), problem.plan
     together = launches(problem, q, "keys", owned=True)
@@ -234,8 +235,10 @@ def launches(
     """Return the launches of a problem, from the cache.
 
     Args:
+        side: whether the tiles of the returned launches hold queries or keys.
         owned: group tiles into jobs so that no row is read by two jobs of the same launch.
-        which: indices of launches of side "keys"; return only launches for the groups of these. None: all.
+        which: positions in the list of launches that side "keys" has; only the plan's groups in those launches are
+            computed. None: all groups.
     """
     plan, layouts = problem.plan, problem.layouts
     if not plan.groups or not q.numel() or which == ():
@@ -257,7 +260,8 @@ def launches(
 
 
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
-    """Return the rows per tile: as many as fit a core's cache, if that leaves enough tiles for many threads."""
+    """Return the rows per tile: MAX_OWN, twice as many for keys with AMX; half as many if head_dim exceeds 128, or if
+    there are too few rows for many threads."""
     rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
     most = 2 * MAX_OWN if side == "keys" and in_tiles(q.dtype) else MAX_OWN
     return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2
@@ -335,7 +339,7 @@ class _Arguments:
 
 
 def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
-    """Call the library once. Raise MemoryError if it cannot allocate memory for its threads."""
+    """Run a kernel over a launch's tiles, in one call of the library; MemoryError if its threads get no memory."""
     table, call, layouts = launch.table, arguments.call, arguments.layouts
     arguments.set(
         lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,

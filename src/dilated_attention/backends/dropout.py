@@ -60,7 +60,7 @@ class Dropout:
         return self.keys.stride(0), self.keys.stride(1) if self.keys.shape[1] > 1 else 0
 
     def sample(self, batch: slice, seq: slice) -> Dropout:
-        """Return the dropout of some samples and tokens."""
+        """Return the dropout of these samples and tokens."""
         return replace(self, queries=self.queries[batch, seq], keys=self.keys[seq])
 
     def packed(self) -> Dropout:
@@ -71,7 +71,7 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Hold the part of a `Dropout` that some independent attention problems need.
+    """Hold the words of a `Dropout` for the query rows and keys of independent attention problems.
 
     Attributes:
         threshold: the least hash that survives.

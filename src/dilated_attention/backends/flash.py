@@ -40,7 +40,10 @@ def order(capability: tuple[int, int]) -> tuple[int, ...]:
 
 
 def refusal(facts: Facts) -> str | None:
-    """Return why FlashAttention cannot serve a call, and what would serve it; None if it can."""
+    """Return why FlashAttention cannot serve a call, and what would serve it; None if it can.
+
+    While torch.compile traces a call, this returns None for any call. `_library` then refuses it when the graph runs.
+    """
     if torch.compiler.is_compiling():  # the next lines cannot be traced; `_library` calls this when the call runs
         return None
     if facts.device.type != "cuda":

@@ -61,7 +61,7 @@ class Scores(NamedTuple):
         return self.pairs is not None or self.softcap > 0
 
     def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Scores:
-        """Return the scores of some problems, heads, rows and keys."""
+        """Return these settings for some batch elements (`problems`), heads, query rows and keys."""
         bias, pairs = self.bias, self.pairs
         if bias is not None:
             every = slice(None)
@@ -277,7 +277,7 @@ def _chunk(q: Tensor) -> int:
 
 
 def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Yield slices of problems, heads, rows and the keys that they see, with at most `chunk` scores if possible."""
+    """Yield slices (batch, heads, query rows, the keys that these rows see), of at most `chunk` scores if possible."""
     number, heads, rows, keys = *q.shape[:3], k.shape[2]
     sizes, left = [], chunk // max(1, keys)
     for length in (rows, heads, number):  # whole rows of a head first: long matrix products
@@ -292,7 +292,7 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
 
 
 def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-    """Return the scores, and with a softcap its derivative at each score (otherwise None).
+    """Return the scores, masked and capped; and the softcap's derivative at each score, or None without a softcap.
 
     Both are float32, or float64 for float64. `first`: the index of the first query of q, for causality.
     """

@@ -58,10 +58,11 @@ def on_request(facts: Facts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Hold `residues` groups of one shape: `group`, and groups each shifted from the last by one token and one KV head.
+    """Hold `residues` groups of one shape: `group`, and groups each shifted by one token and one KV head from the one
+    before it.
 
-    A branch whose offset is h mod r gives such groups. A view can have a dimension over them: its stride is one token
-    plus one head.
+    A branch whose offset is h mod r gives such groups. A view can have a dimension that runs over them: its stride is
+    one token plus one head.
     """
 
     group: StridedGroup
@@ -93,7 +94,7 @@ class _Tile:
     into one dimension. A residue shifts the tokens by 1, the query heads by q_shift and the KV heads by 1.
 
     Attributes:
-        q_heads, k_heads: heads for residue 0, equally many; or one KV head that all query heads share.
+        q_heads, k_heads: the heads for residue 0: one KV head per query head, or one that all query heads share.
     """
 
     batch: range
@@ -193,7 +194,7 @@ class _Tile:
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
-    """Return the limit for problems times heads in one call with these rows.
+    """Return the limit of one call with these query rows: the most problems times heads that it may have.
 
     The operators sum dq in a buffer of padded rows and columns, whose size is limited.
     """
@@ -242,9 +243,9 @@ def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[range, range]]:
 
 
 def _blocks(family: _Family, batches: int, folds: bool) -> Iterator[tuple[range, range, range]]:
-    """Yield index ranges (batch, segment, residue) that together cover a family: as few as calls can view.
+    """Yield (batch, segment, residue) index ranges, one per call, that together cover a family: as few as views permit.
 
-    One call spans either all residues of one segment, or all segments of one residue.
+    One call spans either all residues of one segment, or all segments of one residue. `folds`: as in `_folds`.
     """
     batch, segment, residue = range(batches), range(family.group.queries.segments), range(family.residues)
     if len(batch) * len(segment) < len(residue) * (1 if folds else len(batch)):
@@ -265,8 +266,9 @@ def _pieces(indices: range, number: int) -> list[range]:
 def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
     """Cut a group with a band into groups that need only a causal mask or a bias, which PyTorch's operators support.
 
-    The keys that all queries see form one group. The other keys form a group too, if they are a causal square. A
-    window is cut into runs of queries; each run gets the keys that some of its queries see, and a bias of 0 or -inf.
+    If the keys after those that all queries see form a causal square, there are two groups: all queries with the former
+    keys, and the square. Any other band is cut into runs of queries, each with the keys that some of its queries see
+    and the band of these rows, which becomes a bias of 0 or -inf.
     """
     if not group.banded or (group.low is None and group.high == 0):
         yield group
@@ -356,7 +358,7 @@ class _Whole:
         return Scores(causal, problem.scale, bias, pairs, problem.softcap)
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a tile."""
+        """Return out and lse of a tile, `(problems, heads, rows, ...)`."""
         views = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts
         if layouts is not None:
@@ -367,7 +369,7 @@ class _Whole:
         return out, lse
 
     def differentiate(self, merged: Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of a tile."""
+        """Return dq, dk and dv of a tile, `(problems, heads, rows, head_dim)`, each per query head."""
         part = merged.views(lambda x: tile.queries(x, group.queries))
         views = part, tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts
@@ -385,7 +387,9 @@ def forward(
     *,
     operators: ModuleType = fused,
 ) -> tuple[Tokens, TokenStatistic]:
-    """Return (out, lse) of a problem: out like q, contiguous; lse `(batch, seq, heads)`, contiguous, -inf without keys.
+    """Return (out, lse) of a problem, both contiguous: out shaped like q, and lse `(batch, seq, heads)`.
+
+    A query that sees no key gets out 0 and lse -inf.
 
     Args:
         state: a running (out, lse), contiguous, to merge into in place; then no group may be marked `first`.

@@ -217,9 +217,11 @@ def batch_counts(
     num_keys: int | None = None,
     **of_branches: Any,
 ) -> tuple[Int[Tensor, "batch heads seq keys"], Int[Tensor, "batch heads seq"] | None]:
-    """Return the counts and phantoms (None without compat) of a batch. A sample's segments start at its first token.
+    """Return the counts of a batch and its phantoms, the zero keys that each query sees too (`phantom_counts`).
 
-    Arguments as for `reference_attention` and `count_matrix`. Rows outside every sample see nothing and are unseen.
+    Without compat, None replaces the phantoms. A sample's segments start at its first token. Arguments are as for
+    `reference_attention` and `count_matrix`. Queries outside every sample see nothing. If there are as many keys as
+    queries, no query sees a key outside its sample.
     """
     num_keys = seq_len if num_keys is None else num_keys
     if cu_seqlens is not None:

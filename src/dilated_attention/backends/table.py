@@ -27,14 +27,14 @@ class Backend:
     """Describe one way to compute attention.
 
     Attributes:
-        merits: why `auto` chooses this backend, in the calls in which it does.
+        merits: the reason that is reported when `auto` chooses this backend.
         refusal: returns why it cannot serve a call, and what would serve it; None if it can.
         on_request: returns why `auto` does not choose it for a call that it could serve; None if it does.
         forward, backward: compute a `Problem`; the arguments are those of `native`.
         attend: replaces these two by a function that autograd differentiates, such as `reference_attention`.
         over_mesh: forward and backward can continue a running state. A rank needs this to compute a call over a mesh
             in parts.
-        masks_over_mesh: they can also do so with a key mask or dropout. In rows from other ranks these differ by head.
+        masks_over_mesh: they can also do so with a key mask or dropout, which differ by head in received rows.
         packs_samples: it computes all samples of a ragged call as one sequence with one plan.
         details: what else `explain` should say about a call that it serves.
     """
@@ -90,7 +90,7 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _REGISTERED
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold the backend that serves a call, and why."""
+    """Hold the backend that serves a call, and why: the caller named it, or `auto` chose it from the facts."""
 
     backend: Backend
     by_name: bool = True
@@ -117,7 +117,7 @@ def choose(name: str, facts: Facts) -> Choice:
     """Choose the backend for a call: the named one, or for "auto" the first one whose `refusal` and `on_request` allow
     it.
 
-    Raises BackendError, with the refusals, if none of them can serve the call.
+    Raises BackendError, with the reasons, if the named backend refuses the call, or for "auto" if every backend does.
     """
     if name == "auto":
         for backend in BACKENDS.values():

@@ -221,8 +221,8 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
-    """Return the groups of each launch if turns are not joined. With layouts, a turn has one launch for each layout
-    that its groups use."""
+    """Return the groups of each launch if `turns` are not joined: one launch per turn. With layouts, a turn has one
+    launch for each layout that its groups use."""
     out = turns(plan.groups, side)
     if layouts is None:
         return out
@@ -238,8 +238,9 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
 
     With `join`, consecutive turns become one launch if the loops then take hardly more steps. Then branches share
     one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch (rate
-    r) fill tiles inside the segments (w) of the densest: w >= own · r. Callers do not join causal turns: a tile of a
-    sparse class spans so much of a dense segment that up to half of its scores would lie above the diagonal.
+    r) fill tiles of `own` rows inside the segments (length w) of the densest: w >= own · r. Callers do not join causal
+    turns: a tile of a sparse class spans so much of a dense segment that up to half of its scores would lie above the
+    diagonal.
     """
     launches: list[tuple[list[StridedGroup], list[Part], int]] = []
     for turn in turns(plan.groups, side):
@@ -371,7 +372,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
 
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
-    """Return cells cut into tiles and assigned to heads.
+    """Return one line per tile and head: the cells cut into tiles of `own` rows.
 
     Tiles of one cell and head are neighbours, because their loops read the same rows. In a causal cell the tiles
     with the most work come first.

@@ -69,7 +69,7 @@ RULES = (
 RIGHT: frozenset[str] = frozenset()
 """The architectures on which every row of `bench gpu --part 1` in results/ was right.
 
-It is empty because none has run yet. Part 3 of such a file gives the values of `least` above.
+It is empty because that benchmark has not run on a GPU yet. Part 3 of such a file gives the values of `least` above.
 """
 
 
@@ -128,7 +128,7 @@ def _interpreted() -> bool:
 
 @constant_when_traced
 def architecture(device: torch.device) -> str:
-    """Return the row of kernels/configurations.py that applies to a device."""
+    """Return the key in ARCHITECTURES (kernels/configurations.py) of the tile shapes that a device uses."""
     return _architecture(device)
 
 
@@ -301,7 +301,8 @@ class Launch:
         _bound(self.bound, tensors, (*also, *shapes), settle)(tensors)
 
     def _constants(self, has_bias: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Return the kernel's arguments that the table determines."""
+        """Return the kernel's compile-time arguments that follow from the launch's table and tile shape, from whether
+        keys have a bias (`has_bias`), from `chain`, and from the strides in `numbers`."""
         shape, table = self.shape, self.table
         if side_of(self.kernel) == "queries":
             sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * _row(numbers) >= WIDE_FROM}
@@ -314,9 +315,9 @@ class Launch:
         }  # fmt: skip
 
     def _of_lists(self, layout: BlockLayout | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
-        """Return the kernel's arguments that a layout determines.
+        """Return the kernel's arguments about block lists: strides of indptr, query heads per list, tokens per block.
 
-        `indptr`: the offsets of the lists that the kernel reads.
+        `indptr`: the offsets of the lists that the kernel reads. Without a layout, the values have no effect.
         """
         if layout is None or indptr is None:
             return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1}
@@ -371,7 +372,7 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
 
 
 def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
-    """Return the lists that a kernel reads."""
+    """Return the lists that a kernel reads: key blocks by query block, or for dk and dv query blocks by key block."""
     return layout if side_of(kernel) == "queries" else layout.transposed
 
 

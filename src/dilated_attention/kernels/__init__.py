@@ -1,2 +1,2 @@
-"""Triton kernels: `online` computes one step on tiles, `strided` loops over spans,
-`block_lists` over lists of blocks."""
+"""Triton kernels: `strided` has the kernels, `online` computes one step of their loops, and `block_lists` chooses the
+steps when a block layout lists the blocks to visit. `cpu` holds the kernels in C++."""

@@ -29,10 +29,10 @@ SPAN = tl.constexpr(8)
 @triton.jit
 def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
               KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """Return the part of a tile's list of blocks that one pass visits (see `read_spans` for the passes).
+    """Return the part of a tile's list that one pass visits: if MASKED, the blocks that may need a mask; else the rest.
 
-    `sample`: the sample's offset b · lsb in INDPTR. Returns the number of steps, and the part: the address of its first
-    block, then start, stride, count and diagonal `near` of the span.
+    `sample`: the sample's offset b · lsb in INDPTR; n: the query head. Returns the number of steps, and the part: the
+    address of its first block, then start, stride, count and diagonal `near` of the span.
     """
     x = sample + (n // LH) * lsh + tl.load(T + LIST)
     low = tl.load(INDPTR + x)
@@ -52,7 +52,8 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
 
 @triton.jit
 def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
-    """Return the rows of a step, as `locate` does, with `near` also as `far`. A block takes ceil(SIZE / R) steps."""
+    """Return the rows of a step of `part` (from `read_list`), as `locate` does, with `near` also as `far`.
+    A block takes ceil(SIZE / R) steps."""
     LISTED, start, stride, count, near = part
     tiles: tl.constexpr = (SIZE + R - 1) // R
     within = (step % tiles) * R

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 Kernel = Literal["forward", "dq", "dkdv"]
 
 Side = Literal["queries", "keys"]
-"""The rows that the tiles of a kernel hold: queries or keys. The kernel's loop streams the other ones."""
+"""The rows that the tiles of a kernel hold: queries or keys. The kernel's loop streams rows of the other side."""
 
 
 def side_of(kernel: Kernel) -> Side:
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     stages: int
 
     def cut(self, own: int, loop: int) -> Shape:
-        """Return the shape for at most `own` held rows and `loop` streamed rows; a tile has at least 16 rows.
+        """Return a shape cut for tiles that need at most `own` held and `loop` streamed rows; at least 16 rows each.
 
         The number of warps stays the same, because most shapes spill registers with fewer.
         """

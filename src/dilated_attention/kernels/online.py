@@ -144,7 +144,8 @@ def scores(q, k, scale, softcap, PRECISION: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Return tanh x. Near 0, where 1 - 2^y would cancel, it uses the polynomial of tanhf in Cephes (Moshier)."""
+    """Return tanh x = sign(x) (1 - p) / (1 + p), with p = exp(-2 |x|). For |x| < 0.625, where 1 - p would lose digits,
+    it is the polynomial of tanhf in Cephes (Moshier)."""
     size = tl.abs(x)
     square = x * x
     y = (-0.00570498872745 * square + 0.0206390887954) * square - 0.0537397155531
@@ -157,7 +158,10 @@ def tanh(x):
 @triton.jit
 def attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
            DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Run one step of the online softmax and return the new (m, z, acc). The scale must be positive."""
+    """Run one step of the online softmax and return the new (m, z, acc); `scale` must be positive.
+
+    `visible` and `keep` are the scores that MASKED and DROPOUT leave.
+    """
     s, scale = scores(q, k, scale, softcap, PRECISION)
     if MASKED:
         s = tl.where(visible, s, -INF)
@@ -199,7 +203,10 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_s
 @triton.jit
 def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
                 DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Return dk + dsᵀ q, without the scale, and dv + pᵀ do. Scores, `visible` and `keep` are transposed."""
+    """Return dk + dsᵀ q, which the caller multiplies by the scale, and dv + pᵀ do.
+
+    Scores, `visible` and `keep` are [N, M], keys by queries.
+    """
     t, scale = scores(k, q, scale, softcap, PRECISION)
     s = t * scale - lse[None, :]
     if MASKED:

@@ -61,8 +61,8 @@ INTEGERS += ["lsb", "lsh", "wsn", "wsh"]
 
 @triton.jit
 def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr):
-    """Return the address of this program's line of the table, its sample, its KV head,
-    and its query head counted within the KV head."""
+    """Return (T, b, h, g): the address of this program's line in the table, its sample, its KV head, and its query
+    head, counted within the KV head."""
     program = tl.program_id(0)
     T = TILES + (program // G // B).to(tl.int64) * (TILE_FIELDS + SPANS * SPAN_FIELDS)
     return T, ((program // G) % B).to(tl.int64), tl.load(T).to(tl.int64), program % G
@@ -70,7 +70,7 @@ def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr):
 
 @triton.jit
 def read_rows(T, i):
-    """Return the tokens of a tile's rows i, and which rows exist.
+    """Return the tokens of a tile's rows i, and which of these rows exist, as booleans.
 
     The kernels call this before and after their loop, and `volatile` makes them read the table twice. Otherwise 20
     to 50 registers per thread would hold the result through the loop (results/aot).
@@ -83,10 +83,10 @@ def read_rows(T, i):
 @triton.jit
 def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
                KEYS: tl.constexpr, SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """Return the tiles of R tokens that one pass visits, over all spans of a line.
+    """Return the tiles of R tokens that one pass of the loop visits, over all spans of a line.
 
-    The pass MASKED visits the tiles on a diagonal or at the end of a span; the other pass visits the rest. If KEYS, the
-    spans hold keys, otherwise queries. Queries past the end of a span need no mask, because their p is 0.
+    The pass MASKED visits the tiles that may need a mask: those on a diagonal and, for keys, at the end of a span. The
+    other pass visits the rest. If KEYS, the spans hold keys, otherwise queries, whose p is 0 past the end of a span.
 
     Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, near, far. In a
     WINDOW the pass MASKED has two such parts per span: the tiles before those without a mask, and those after.
@@ -142,8 +142,8 @@ def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr
 def locate(spans, step, R: tl.constexpr, WIDE: tl.constexpr):
     """Return the rows that a step visits: (positions in the span, base, ahead, which rows exist, near, far).
 
-    Their tokens are base + ahead. `spans` is what `read_spans` returns; the span of the step is picked by selects,
-    without a branch, so that the loop over all parts of spans is pipelined as one loop.
+    Their tokens are base + ahead. `spans` comes from `read_spans`. The span of the step is picked by selects, without a
+    branch, so that the compiler pipelines the loop over all spans as one loop.
     """
     _, tile, start, stride, count, near, far = spans[0]
     tile += step
@@ -271,8 +271,8 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
                   EDGE: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
-    """Compute dk and dv, contiguous. Tiles hold keys; spans are the queries that see them, one query head after
-    another."""
+    """Compute dk and dv, contiguous. Tiles hold keys, and spans the queries that see them. The loop runs through the
+    spans once for each query head of the KV head."""
     T, b, h, _ = read_tile(TILES, B, 1, SPANS)
     i = tl.arange(0, BN)
     d = tl.arange(0, DP)

@@ -1,7 +1,8 @@
-"""Build block patterns: for each query block, the intervals of keys that a rule over tokens shows.
+"""Build block patterns: for each query block, the intervals of keys (`Spans`) that a rule on tokens shows.
 
 **Rounding.** A block is active iff the rule holds for at least one of its (query, key) pairs (causal: a pair with key
-<= query). An active block shows all its pairs. Time and memory are O(active blocks): no dense mask is made.
+<= query). An active block shows all its pairs (causal: those with key <= query). Time and memory are O(active blocks):
+no dense mask is made.
 """
 
 from __future__ import annotations
@@ -149,7 +150,10 @@ def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:
 def _size(
     name: str, value: int | None, density: float | None, grid: BlockGrid, spans: Callable[[int], Spans], largest: int
 ) -> int:
-    """Return the given size, or the one in [1, largest] whose density is nearest to the requested one."""
+    """Return `value`, at most `largest`; or if `density` is given, the size in [1, largest] with the nearest density.
+
+    `name`: what the size is called; `spans`: returns the intervals for a size.
+    """
     if (value is None) == (density is None):
         raise ValueError(f"give either {name} or density, got {name}={value}, density={density}")
     if value is not None:
@@ -172,8 +176,7 @@ def _size(
 
 
 def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
-    """Draw `wanted[i]` distinct numbers below `visible[i]`, uniformly and in ascending order, as (counts,
-    flat list)."""
+    """Draw `wanted[i]` distinct numbers below `visible[i]` for each i, uniformly; return `Lists`, ascending per i."""
     generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)

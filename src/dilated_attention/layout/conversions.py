@@ -22,7 +22,7 @@ def _few(x: Tensor) -> str:
 
 
 def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
-    """Return values as a new int64 tensor. The caller may later change its own."""
+    """Return values as a new int64 tensor, which does not change with `values`; ValueError if they are no integers."""
     tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if not whole and tensor.numel():
@@ -71,7 +71,7 @@ def from_mask(mask: Tensor, seq_len: int | None, block_size: BlockSize, is_causa
 
 
 def from_indices(indptr: Tensor | Sequence[int], indices: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return tables with a layout's dtype and shape; `check_lists` checks the content."""
+    """Return (indptr, indices) as int64, indptr with three dimensions; `check_lists` checks the content."""
     indptr, indices = _integers("indptr", indptr), _integers("indices", indices)
     if not 1 <= indptr.ndim <= 3:
         raise ValueError(
@@ -215,7 +215,7 @@ def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...], width: int) 
 def _sees(
     grid: BlockGrid, indptr: Tensor, indices: Tensor, steps: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return a mask_mod that looks up whether a pair's block is listed, by bisection in `steps` steps."""
+    """Return a mask_mod that says whether a pair's block is listed (and, if causal, k <= q), by `steps` bisections."""
     shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
     listed = indices if indices.numel() else indices.new_full((1,), -1)
 
@@ -269,8 +269,10 @@ def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
 
 
 def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> tuple[bool, bool]:
-    """Return whether the mask_mod shows all pairs of these blocks, and whether it shows exactly those with key <=
-    query."""
+    """Return whether the mask_mod shows all pairs of `blocks`, and whether it shows exactly those with key <= query.
+
+    `blocks`: numbers row * columns + column, where rows continue from one head to the next.
+    """
     is_whole = is_lower = True
     step_q, step_k = (torch.arange(size, device=blocks.device) for size in (grid.q_block, grid.k_block))
     last = grid.seq_len - 1

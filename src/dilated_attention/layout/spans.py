@@ -19,10 +19,12 @@ BlockSize = int | tuple[int, int]
 """The number of tokens per block, or a pair (query block, key block)."""
 
 Spans = Sequence[tuple[Tensor, Tensor]]
-"""The first and last key, inclusive, of intervals of keys. Both broadcast to `(query blocks, intervals)`."""
+"""Pairs of tensors (first key, last key), inclusive: the intervals of keys that each query block sees. Both broadcast
+to `(query blocks, intervals)`. An interval whose last key lies before its first one is empty."""
 
 Lists = tuple[Tensor, Tensor]
-"""The number of key blocks that each query block sees; and the key blocks, list after list, each list ascending."""
+"""(counts, indices): how many key blocks each query block sees; and these key blocks, one ascending list per query
+block, one list after another."""
 
 
 def check_share(name: str, value: float) -> None:
@@ -31,7 +33,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, int]:
-    """Return (q_block, k_block) of a pair or of one number, which is used for both unless `q_block` is given."""
+    """Return (q_block, k_block), given a pair, or one number for both; a given `q_block` goes with one number."""
     if not isinstance(block_size, Sequence) and getattr(block_size, "ndim", 0) == 0:
         k_block = checks.integer("block_size", block_size, 1, MAX_BLOCK)
         return k_block if q_block is None else q_block, k_block
@@ -77,13 +79,13 @@ class BlockGrid:
         return self.queries()[1].squeeze(1) // self.k_block + 1
 
     def above(self, row: Tensor, column: Tensor) -> Tensor:
-        """Return which blocks lie wholly above the diagonal. Row numbers may continue over the lists of several
-        heads."""
+        """Return, as booleans, which blocks (row, column) lie wholly above the diagonal. Row numbers may continue from
+        one head to the next."""
         last_query = ((row % self.rows + 1) * self.q_block).clamp_(max=self.seq_len) - 1
         return column * self.k_block > last_query
 
     def cut(self, row: Tensor, column: Tensor) -> Tensor:
-        """Return which blocks the diagonal of a causal grid cuts."""
+        """Return, as booleans, which of the blocks (row, column) the diagonal cuts; none if the grid is not causal."""
         if not self.is_causal:
             return torch.zeros_like(column, dtype=torch.bool)
         last_key = ((column + 1) * self.k_block).clamp_(max=self.seq_len) - 1
@@ -103,7 +105,7 @@ def rows_of(counts: Tensor, entries: int) -> Tensor:
 
 
 def kept_before(keep: Tensor) -> Tensor:
-    """Return how many kept entries come before each entry of a list, and in all: int64 `(entries + 1,)`.
+    """Return how many True values of `keep` come before each entry, and in all: int64 `(entries + 1,)`.
 
     Indexed by offsets into the list, the result gives offsets into the kept entries.
     """
@@ -113,16 +115,17 @@ def kept_before(keep: Tensor) -> Tensor:
 
 
 def lists_of_keys(grid: BlockGrid, keys: Tensor, lead: tuple[int, int]) -> Lists:
-    """Turn ascending block numbers, row * columns + column, into lists for (batch, heads) = `lead`."""
+    """Turn ascending block numbers, row * columns + column, into lists for `lead` = (batch elements, heads).
+    Row numbers continue from one head to the next."""
     row = keys // grid.columns
     counts = torch.bincount(row, minlength=lead[0] * lead[1] * grid.rows).reshape(*lead, grid.rows)
     return counts, row.mul_(-grid.columns).add_(keys)
 
 
 def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
-    """Return keys in ascending order. On the CPU they are sorted in place.
+    """Return sort keys, integers, in ascending order. On the CPU they are sorted in place.
 
-    There, kind "stable" merges sorted runs, which takes linear time for a few sorted lists one after another.
+    There, `kind` is NumPy's: "stable" takes linear time for a few sorted lists one after another.
     """
     if keys.device.type != "cpu" or in_torch_func():  # their tensors have no memory that NumPy could sort
         return keys.sort().values
@@ -131,7 +134,7 @@ def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
 
 
 def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
-    """Return disjoint ascending runs of key blocks (low, length), `(rows, intervals)`; a run may be empty."""
+    """Return disjoint ascending runs of key blocks, (first block, length), each `(rows, intervals)`; some are empty."""
     first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
     if grid.is_causal:
         torch.minimum(last, grid.queries()[1], out=last)

@@ -122,7 +122,7 @@ class BlockLayout:
         object.__setattr__(self, "_versions", versions)
 
     def _table_versions(self) -> tuple[int, int]:
-        """Return how often each table has been written to."""
+        """Return PyTorch's version counters of indptr and indices, which rise when a table is written to."""
         return self.indptr._version, self.indices._version
 
     # ---- builders
@@ -137,7 +137,7 @@ class BlockLayout:
         density: float | None = None,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """Build a sliding window: query i sees key j iff |i - j| < window (in tokens; clipped to the sequence).
+        """Build a sliding window: query i sees key j iff |i - j| < window, in tokens, before rounding to whole blocks.
 
         Give either `window` or `density`, which picks the window with the nearest density.
         """
@@ -154,7 +154,9 @@ class BlockLayout:
         density: float | None = None,
         is_causal: bool = False,
     ) -> BlockLayout:
-        """Build global tokens: query i sees key j iff i or j is a global token.
+        """Build global tokens: before rounding to whole blocks, query i sees key j iff i or j is a global token.
+
+        When causal, also j <= i.
 
         `tokens`: the number of leading global tokens, or their positions. Give either `tokens` or `density`, which
         picks the number of leading ones. A causal layout allows only leading global tokens: any other one is an error,
@@ -167,8 +169,8 @@ class BlockLayout:
     def strided(cls, seq_len: int, stride: int, block_size: BlockSize = 128, *, is_causal: bool = False) -> BlockLayout:
         """Build a strided pattern (Sparse Transformer): query i sees key j iff (i - j) mod stride == 0, in tokens.
 
-        A stride of s whole blocks activates every s-th block. A stride that is not a multiple of the block size touches
-        two blocks per period, and a stride shorter than a block touches all blocks.
+        This is rounded to whole blocks. A stride of s whole blocks activates every s-th block. A stride that is not a
+        multiple of the block size touches two blocks per period, and a stride shorter than a block touches all blocks.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.strided(grid, stride))
@@ -186,7 +188,7 @@ class BlockLayout:
     ) -> BlockLayout:
         """Build a dilated sliding window: for every rate, block i sees the blocks i + m * rate with |m| <= reach.
 
-        A rate counts blocks of max(q_block, k_block) tokens. Rates 1, 2, 4, … with a small reach give a logarithmic
+        Here a block has max(q_block, k_block) tokens. Rates 1, 2, 4, … with a small reach give a logarithmic
         pattern: a row has O(reach * len(rates)) blocks, at distances that double. Give `reach` (default 1) or
         `density`, which picks the reach with the nearest density.
         """
@@ -204,9 +206,9 @@ class BlockLayout:
     ) -> BlockLayout:
         """Build a pattern that gets coarser with distance, from levels (stride, window) in tokens.
 
-        Query i sees key j iff some level has j mod stride == 0 and |i - j| < window. Order the levels from fine to
-        coarse: strides and windows ascend; a window of None covers the whole sequence. A query sees all near keys, and
-        farther away the blocks that hold a multiple of a coarser stride.
+        Before rounding to whole blocks, query i sees key j iff some level has j mod stride == 0 and |i - j| < window.
+        Order the levels from fine to coarse: strides and windows ascend; a window of None covers the whole sequence.
+        With a first stride of 1, a query sees all near keys; farther away, blocks with a multiple of a coarser stride.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
         return cls._of_spans(grid, builders.hierarchical(grid, levels))
@@ -263,8 +265,8 @@ class BlockLayout:
     ) -> BlockLayout:
         """Build a layout from booleans, True for an active block.
 
-        The mask is `(query blocks, key blocks)`, `(heads, …)` or `(batch, heads, …)`. Without `seq_len` the blocks must
-        be whole. With `is_causal` no block may lie wholly above the diagonal.
+        The mask is `(query blocks, key blocks)`, `(heads, …)` or `(batch, heads, …)`. Without `seq_len` all blocks are
+        whole. With `is_causal` no block may lie wholly above the diagonal.
         """
         return cls._of(*conversions.from_mask(mask, seq_len, block_size, is_causal))
 
@@ -407,7 +409,7 @@ class BlockLayout:
 
     @property
     def row(self) -> Tensor:
-        """Return, for each entry of `indices`, the number of its row in (batch, head, query block) order, int64."""
+        """Return, for each entry of `indices`, its row's number, counted in (batch, head, query block) order: int64."""
         return rows_of(self.counts, self.nnz)
 
     @cached_property
@@ -481,8 +483,8 @@ class BlockLayout:
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Return the floating-point operations of a forward: 4 head_dim per score entry.
 
-        Each score entry costs head_dim multiplications and additions twice, for q kᵀ and for P v. The count is for
-        one batch element, or for all of them if each has its own lists. num_heads is as in `coverage`.
+        Each score entry costs head_dim multiplications and head_dim additions, once for q kᵀ and once for P v. The
+        count is for one batch element, or for all of them if each has its own lists. num_heads is as in `coverage`.
         """
         num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
@@ -578,9 +580,9 @@ class BlockLayout:
     # ---- algebra
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
-        """Return the blocks of either layout.
+        """Return the union: the blocks that at least one of the layouts lists.
 
-        Both must be causal or neither: no block can be masked for one and whole for the other.
+        Both must be causal or neither, because a layout cannot mask one block and show all of another on the diagonal.
         """
         if not isinstance(other, BlockLayout):
             return NotImplemented
@@ -595,7 +597,7 @@ class BlockLayout:
         return self._of(self.grid, lists_of_keys(self.grid, merged[keep], lead))
 
     def __and__(self, other: BlockLayout) -> BlockLayout:
-        """Return the blocks of both; causal if either is."""
+        """Return the intersection: the blocks that both layouts list. It is causal if at least one of them is."""
         if not isinstance(other, BlockLayout):
             return NotImplemented
         merged, lead = self._merge(other)
@@ -604,8 +606,8 @@ class BlockLayout:
         return both.causal() if self.is_causal or other.is_causal else both
 
     def causal(self) -> BlockLayout:
-        """Return this layout made causal: without the blocks above the diagonal, and with those that it cuts masked by
-        token."""
+        """Return this layout made causal: blocks above the diagonal are removed, and in blocks that the diagonal cuts
+        a query sees only keys up to itself."""
         self._require_unchanged()
         if self.is_causal:
             return self
@@ -675,9 +677,9 @@ class BlockLayout:
     def to_torch_sparse(self) -> Tensor:
         """Return the blocks as a `torch.sparse_bsr` tensor of ones.
 
-        Its shape is `([batch, heads,] q_block * rows, k_block * columns)`. It holds whole blocks: the causal
-        triangle and the length of a partial last block are lost. All values share the memory of one element. In the BSR
-        format every batch element has the same number of blocks, so layouts whose totals differ are refused.
+        Its shape is `([batch, heads,] q_block * query blocks, k_block * key blocks)`. It holds whole blocks: the causal
+        triangle and the length of a partial last block are lost. All values share the memory of one element. The BSR
+        format needs equally many blocks in every batch element and head, so other layouts are refused.
         """
         return conversions.to_bsr(self.grid, self.indptr, self.indices)
 
@@ -693,8 +695,8 @@ class BlockLayout:
     def to_block_mask(self) -> BlockMask:
         """Return a FlexAttention `BlockMask`, without forming a dense mask over tokens.
 
-        Its lists are as wide as PyTorch makes them, as printing, slicing and `to_dense` of a `BlockMask` need. If they
-        would have more than 4 million entries, they are only as wide as the longest list.
+        Its padded lists are as wide as PyTorch makes them, because printing, slicing and `to_dense` of a `BlockMask`
+        need this width. If a table would have more than 4 million entries, it is only as wide as the longest list.
 
         Blocks that the diagonal or the end of the sequence cuts become partial blocks. The mask_mod looks the block up
         by bisection, since FlexAttention without compilation reads nothing but the mask_mod.
@@ -743,7 +745,10 @@ class BlockLayout:
         return cls._of(grid, lists_of_spans(grid, spans))
 
     def _keys(self, lead: tuple[int, int]) -> Tensor:
-        """Return row * key_blocks + column of all blocks, ascending, with lists repeated to `lead`, (batch, heads)."""
+        """Return row * key_blocks + column of all blocks, ascending, with shared lists repeated.
+
+        `lead`: the numbers of (batch elements, heads) for which there are lists then.
+        """
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
         self._require_unchanged()
         layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
@@ -771,7 +776,7 @@ def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | 
 
 
 def _named(table: Tensor) -> Tensor:
-    """Name a table that no other code refers to (see `cache.name_of`), so that a layout takes it without a copy."""
+    """Give a table that no other code refers to a name (`cache.name_of`), so that a layout need not copy it."""
     if not torch.compiler.is_compiling():
         name_of(table)
     return table
@@ -792,7 +797,10 @@ def _own(table: Tensor) -> Tensor:
 
 
 def warn_of_blind(keys: Tensor, remedy: str) -> None:
-    """Warn if some of `keys`, the numbers of keys seen, are 0. The warning points at the caller's caller."""
+    """Warn if some of `keys`, how many keys each token of each head sees, are 0; `remedy` ends the warning.
+
+    The warning points at the line that called the caller of this function.
+    """
     blind = int((keys == 0).sum())
     if blind:
         warnings.warn(

@@ -1,11 +1,13 @@
 """Compute which rank needs which rows where block layouts thin out the segments: like `partition`, but from lists.
 
 A crossing segment has a layout over its rows. A rank needs the key blocks that its own query blocks list. A row travels
-once, however many query blocks, heads of a group and branches list it. The attention of the rank's own rows to some of
-those keys is again a square block-sparse problem: the sequence that is left when only the query and key blocks in
-question are kept, in their order. The diagonal stays the diagonal.
+once, however many query blocks, query heads and branches list it. A part of the call attends the rank's own rows to the
+listed keys of certain token ranges, own or received. That is a square block-sparse problem over a *short sequence*: all
+blocks that are a query block or a key block of this part, in their order. Order is kept, so the causal diagonal stays
+the diagonal. Where q_block and k_block differ, whole units of their least common multiple are kept.
 
-Row i of a crossing segment is the i-th token of its subsequence. An interval is a range of rows, [start, stop).
+Row i of a crossing segment is the i-th token of its subsequence. An interval is a range of rows, [start, stop). For
+crossing segments and row keys see `partition`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ Interval = tuple[int, int]
 
 
 def _rows_of(crossing: Crossing, tokens: range) -> Interval:
-    """Return the interval of rows that a run of a crossing segment's tokens has in the segment."""
+    """Return the rows [start, stop) of a crossing segment at which `tokens`, a run of its tokens, lie."""
     first = (tokens.start - crossing.keys.start) // tokens.step
     return first, first + len(tokens)
 
@@ -58,7 +60,8 @@ def _query_blocks(layout: BlockLayout, rows: Interval) -> Integers:
 
 
 def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) -> tuple[Integers, Integers]:
-    """Return, for each entry of some lists, its list's number (by batch, head, query block) and its key block."""
+    """Return, for each entry in the lists of `heads` (of the layout) and `query_blocks`, its list's number and its key
+    block. Lists are numbered by batch element, head and query block."""
     tables = layout.to("cpu")
     indptr, indices = tables.indptr.numpy()[:, list(heads)], tables.indices.numpy()
     starts, stops = indptr[:, :, query_blocks].ravel(), indptr[:, :, query_blocks + 1].ravel()
@@ -147,8 +150,7 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 class BlockQueries:
     """Hold the queries of a block-sparse problem, and which of its keys they see.
 
-    The problem is over a short sequence of its own: the query and key blocks that were kept. Its queries are the
-    shard's tokens in the crossing segment.
+    The problem is over a short sequence (see the module). Its queries are the shard's tokens in the crossing segment.
 
     Attributes:
         layout: over the short sequence, the lists of the rank's own query blocks; other query blocks list nothing.
@@ -172,13 +174,13 @@ class BlockQueries:
 
 @dataclass(frozen=True)
 class BlockProblem(Remote):
-    """Hold the problem of a rank's own rows of a crossing segment over some of the keys that their lists name."""
+    """Hold a part of the call: a rank's queries in a crossing segment, over their listed keys in some token ranges."""
 
     queries: BlockQueries
 
 
 class _Shrunk:
-    """The sequence that is left when only some query and key blocks are kept: its rows, and its layout."""
+    """Build a short sequence (see the module), which keeps only some query and key blocks; `size` is its length."""
 
     def __init__(self, layout: BlockLayout, query_blocks: Integers, key_blocks: Integers) -> None:
         self.whole, self.query_blocks, self.unit = layout, query_blocks, lcm(*layout.block_size)
@@ -187,11 +189,14 @@ class _Shrunk:
         self.size = len(self.units) * self.unit - (-layout.seq_len % self.unit if self.units[-1] == last else 0)
 
     def place(self, rows: Integers) -> Integers:
-        """Return where rows of the whole sequence lie in this one."""
+        """Return where these rows of the crossing segment lie in the short sequence."""
         return np.searchsorted(self.units, rows // self.unit) * self.unit + rows % self.unit
 
     def layout(self, heads: int, lists: Integers, blocks: Integers) -> BlockLayout:
-        """Return this sequence's layout with some entries; `lists` and `blocks` are as `_lists` returns them."""
+        """Return the short sequence's layout, whose entries `lists` and `blocks` are as `_lists` returns them.
+
+        `heads`: the number of heads that have separate lists.
+        """
         q_block, k_block = self.whole.block_size
         counts = np.zeros((self.whole.batch_size, heads, -(-self.size // q_block)), dtype=np.int64)
         lengths = np.bincount(lists, minlength=self.whole.batch_size * heads * len(self.query_blocks))
@@ -203,9 +208,9 @@ class _Shrunk:
 def problem(
     sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval], device: torch.device
 ) -> BlockProblem | None:
-    """Return the problem of a rank's queries over the keys in `tokens`, intervals of the whole sequence.
+    """Return the problem of a rank's queries in `crossing` over their listed keys in `tokens`, ranges [start, stop).
 
-    None if no list of these queries names such a key.
+    `tokens` are numbered in the whole sequence. None if the lists of these queries name no key in `tokens`.
     """
     layout, own = sharding.layout(len(crossing.keys)), _rows_of(crossing, crossing.own)
     wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]

@@ -23,8 +23,8 @@ def choose_blocks(
 ) -> BlockLayout:
     """Choose blocks of a sequence that is sharded over `mesh`. Every rank gets the layout that one device would choose.
 
-    The key-value heads are divided among the ranks. Each rank receives q and k of all tokens for its heads, which is
-    1 / size of the whole q and k, and chooses blocks for them. Then the ranks exchange their lists. `attention` with
+    The key-value heads are divided among the ranks. Each rank receives q and k of all tokens for its heads, at most one
+    KV head more than an equal part, and chooses blocks for them. Then the ranks exchange their lists. `attention` with
     this layout over the same mesh moves exactly the rows of k and v that the lists of a rank's queries name, once each,
     and returns their gradients.
 
@@ -99,7 +99,8 @@ def _misfit(q: Tensor, k: Tensor) -> str | None:
 def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]) -> tuple[Tensor, Tensor]:
     """Return all tokens of this rank's key-value heads and of the query heads that read them.
 
-    A row of a message holds q and k of one token for one rank's heads, padded with zeros to the largest share.
+    `shares`: the edges of the ranks' KV heads. A row of a message holds q and k of one token for one rank's heads,
+    padded with zeros to the largest number of heads.
     """
     group, counts = q.shape[2] // k.shape[2], [last - first for first, last in pairwise(shares)]
     widest, mine = max(counts), counts[link.rank]
@@ -117,7 +118,10 @@ def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares:
 def _joined(
     link: Link, layout: BlockLayout | None, facts: list[list[int]], shares: list[int], device: torch.device
 ) -> BlockLayout:
-    """Return the layout of all heads: gather the lists rank by rank, then put them in the order of a layout's rows."""
+    """Return the layout of all heads: gather the lists rank by rank, then put them in the order of a layout's rows.
+
+    `layout`: of this rank's heads, None without heads. `facts`: for each rank, what `choose_blocks` sends as `lists`.
+    """
     batch, ratio, seq_len, q_block, k_block, is_causal, _ = facts[0]
     rows, heads = -(-seq_len // q_block), [ratio * edge for edge in shares]
     own = torch.empty(0, batch * rows, dtype=torch.int64, device=device)

@@ -96,7 +96,7 @@ class Traffic:
 
     Attributes:
         rounds: collectives, and batches of sends and receives that are posted together.
-        agreements: comparisons of fingerprints; no counter includes their bytes.
+        agreements: comparisons of the ranks' calls (`Link.agree`); no counter includes their bytes.
         waited: seconds spent waiting for transfers.
     """
 
@@ -174,7 +174,8 @@ class Agreed:
 class Link:
     """Send and receive rows for one rank of a process group.
 
-    A link refers to the group weakly, so that it does not keep a destroyed group and its threads alive.
+    In its methods, `what` names the phase of a transfer, for seals and error messages. A link refers to the group
+    weakly, so that it does not keep a destroyed group and its threads alive.
     """
 
     end_of: InitVar[ProcessGroup]
@@ -252,7 +253,10 @@ class Link:
         return agreed
 
     def enter(self, name: str, number: int | None = None) -> int:
-        """Begin a collective call that is not attention; `number` and the result are as in `begin`."""
+        """Begin a collective call that is not attention: put its name and number into the seals, return the number.
+
+        `number`: in a backward, the number that its forward got; default: a new one.
+        """
         self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
         return self._begin(name, self._functions, number)
 
@@ -382,7 +386,7 @@ class Link:
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Catch a failure of the group inside the `with` block, and raise an error that names rank, place and plan.
+        """Turn a failure of the group in the `with` block into an error that names rank, layer, plan and phase.
 
         Later calls on the group are refused.
         """
@@ -403,13 +407,14 @@ class Link:
         return dist.PrefixStore(f"dilated_attention/{self.group.group_name}/{self._attempt}", rendezvous_store())
 
     def _refusal(self, problem: str) -> ValueError:
-        """Write to the store why this rank stays away from its current call, and return the error."""
+        """Write to the store why this rank refuses its current call, and return the error to raise."""
         word = f"{self.calls} {problem}"
         presence.within(_ROLL_CALL_SECONDS, lambda: self._store().set(f"refusal/{self.rank}", word))
         return ValueError(problem)
 
     def _roll_call(self) -> str:
-        """Return what is known about a failure, from the witness if the program has set one, else from the store."""
+        """Return, as text, what is known about a failure: from the function that `presence.set_witness` set, if any, or
+        else from the store. "" if nothing is known."""
         if verdict := presence.witness():
             return f"; {lost}" if (lost := verdict()) else ""
         answer = presence.within(_ROLL_CALL_SECONDS + 0.5, self._ask_store)

@@ -131,7 +131,10 @@ def _digest(layout: BlockLayout) -> str:
 
 
 def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tuple[_Plan, Link, Agreed]:
-    """Check that every rank makes the same call, and return its plan, link and agreement. See `Link.agree`."""
+    """Check that every rank makes the same call (`Link.agree`), and return its plan, link and what the ranks agreed on.
+
+    `wanted`: whether this rank wants gradients of a call that can have them; None where that does not matter.
+    """
     plan, (shards, group, _) = _Plan.of(call, q, k), _mesh(call)
     link = link_of(group)
     start, stop = plan.sharding.shard(link.rank)
@@ -194,7 +197,7 @@ class _Compute:
         return Problem(plan, call.positive_scale, hidden, layouts or None, dropped, call.softcap)
 
     def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
-        """Return the problem over all tokens for this rank's share of the heads."""
+        """Return the problem over all tokens for the heads of `q`, which this rank computes (`Ulysses`)."""
         tokens, first = torch.arange(q.shape[1], device=q.device), heads.link.rank * q.shape[2]
         return self.problem(heads.plan, q, tokens, tokens, heads.layouts, first)
 
@@ -208,7 +211,7 @@ class _Compute:
         return Problem(part.plan, self.call.positive_scale, hidden, layouts, softcap=self.call.softcap)
 
     def forward(self, part: parts.Part, state: State | None) -> State:
-        """Return the running (out, lse) with a part merged into it."""
+        """Return the running (out, lse) `state` with a part merged into it; None: there is no earlier part."""
         run, problem = self.call.backend.forward, self._problem(part)
         if part.queries is None:
             return run(problem, self.q, part.keys, part.values, state)
@@ -245,7 +248,10 @@ class _Compute:
         return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
 
     def _rows(self, queries: BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """Return each tensor's rows at these queries, in the order of the part's rows. Its other rows are `fill`."""
+        """Return, for each tensor of the shard, its rows of these queries placed in the part's short sequence.
+
+        The other rows of that sequence are `fill`.
+        """
         index, made = self._index(queries), []
         for x in tensors:
             rows = x.new_full((x.shape[0], queries.layout.seq_len, len(index[2]), *x.shape[3:]), fill)
@@ -266,7 +272,7 @@ def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: T
 def _heads_backward(
     heads: Ulysses, compute: _Compute, dout: Tensor, dlse: Tensor, saved: Tensor, saved_lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv)."""
+    """Return (dq, dk, dv) of the shard; `saved` and `saved_lse` are what `_heads_forward` returned last."""
     dout, dlse = heads.scatter_heads([dout, dlse], "in backward's exchange of heads")
     shapes = [torch.Size((*dout.shape[:2], width, dout.shape[3])) for width in heads.widths]
     pieces = saved.split([shape.numel() for shape in shapes])
@@ -375,7 +381,7 @@ def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def account(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[traffic.TransportChoice, traffic.ExchangePlan, tuple[StridedGroup, ...]]:
-    """Return how rows travel, what this rank moves, and the groups that it computes, without thinning out by layouts.
+    """Return how rows travel, what this rank moves, and all groups that it computes, as if there were no block layouts.
 
     For a padded batch this is the traffic of all samples together, their groups one after another, and the transport
     of the longest sample.
@@ -398,7 +404,11 @@ def account(
 
 
 def refuse(mesh: Any, error: ValueError, q: Any) -> None:
-    """Refuse this rank's call, see `Link.refuse`. Return without an error if there is no mesh or only one rank."""
+    """Raise `error` as this rank's refusal of a call (`Link.refuse`): on every rank in the group's first call, later on
+    this rank alone, with the message quoted to ranks that wait for it.
+
+    Return without an error if `mesh` is no group of several ranks. `q` gives the device.
+    """
     if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         return
     group = context_group(mesh)
@@ -407,7 +417,7 @@ def refuse(mesh: Any, error: ValueError, q: Any) -> None:
 
 
 def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
-    """Split a padded batch into calls of one sample: yield (number of this shard's tokens in the sample, its call).
+    """Split a padded batch into calls of one sample: yield (number of this shard's tokens in the sample, its Call).
 
     A sample is sharded like the batch, with every shard edge limited to the sample's length.
     """

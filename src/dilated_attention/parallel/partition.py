@@ -11,13 +11,15 @@ contiguous run of the class, and so are the keys that they see. The attention of
     keys before, after   groups of the *remote* plan, over received rows, with the band shifted. A limit that hides no
                          key is left out, so that whole segments are groups without a band.
 
-Which of a rank's own rows each peer sees follows in the same way, for all peers at once. `plan.sights` says what a
-branch shows, so this module does not distinguish windows and leading tokens.
+With block layouts, `block_partition` makes the problems of crossing segments, for own keys too. Which of a rank's own
+rows each peer sees follows in the same way, for all peers at once. `plan.sights` says what a branch shows, windows and
+leading tokens (`Window.leading`) included, so this module treats all branches alike.
 
 A *row key* names the key and value of one token of one KV head: token * num_heads + head. Row keys ascend by token,
-hence by owner: a sorted list of row keys is a list of messages. A row that several branches show is received once. The
-rows that move are given as shares, (tokens, heads). A transport lists the row keys of shares; `traffic` counts them in
-closed form, as unions of arithmetic progressions by inclusion and exclusion.
+hence by owner: a sorted list of row keys is a list of messages. A row that several branches show is received once. A
+*share* is a range of tokens with the KV heads that move them; what a rank sends or receives is a union of shares. A
+transport lists the row keys of the union (`keys_of`). `traffic` needs only their number, which `count_of` finds in
+closed form, for unions of arithmetic progressions by inclusion and exclusion.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class Sharding:
         return next(layout for layout in self.layouts if layout.seq_len == rows)
 
     def grids(self) -> Iterator[tuple[int, int]]:
-        """Yield the [start, stop) of each independent segment grid."""
+        """Yield the tokens [start, stop) that share a segment grid: each packed sample, or the whole sequence."""
         yield from pairwise(self.samples or (0, self.seq_len))
 
 
@@ -122,7 +124,7 @@ class Crossing:
         queries, keys: the tokens of the segment that are queries and keys, on all ranks.
         band: the limits (low, high); None: no limit.
         own, shown: the queries and the keys that this rank holds.
-        before, after: the keys of other ranks that `own` sees.
+        before, after: the keys before and after the shard that `own` sees.
     """
 
     branch: int
@@ -231,9 +233,9 @@ class Remote:
 
     Attributes:
         rows: rows of the key tensor.
-        keys: int64, the row key (token * num_heads + head) of each filled slot.
-        slots: int64, where each of these rows lies in the key tensor, (row of the tensor) * num_heads + head. No group
-            reads the other slots.
+        keys: int64, the row keys (token * num_heads + head) of the received rows.
+        slots: int64, where each of them lies in the key tensor, (row of the tensor) * num_heads + head. No group reads
+            other places.
     """
 
     plan: Plan
@@ -275,7 +277,7 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
 
 
 def cells(rows: Integers, heads: Sequence[int] | Integers, num_heads: int) -> Integers:
-    """Return row * num_heads + head for each of some rows and each of some heads."""
+    """Return row * num_heads + head for each of `rows` and each of `heads`, row by row."""
     return (rows[:, None] * num_heads + np.array(heads)).ravel()
 
 
@@ -300,7 +302,7 @@ def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
 
 
 Share = tuple[range, tuple[int, ...]]
-"""Some tokens of some heads. The rows that a rank needs, sends or passes on are a union of shares."""
+"""A range of tokens, and the KV heads whose rows of these tokens move."""
 
 
 def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
@@ -310,7 +312,10 @@ def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
 
 
 def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) -> Integers:
-    """Count a union's row keys between neighbouring edges, in closed form. Returns one count fewer than edges."""
+    """Count the row keys of a union of shares whose tokens lie between each two neighbouring `edges`, in closed form.
+
+    Returns int64, one count fewer than `edges`.
+    """
     shares, tokens = list(shares), np.array(edges)
     counts = np.zeros(len(tokens) - 1, dtype=np.int64)
     columns = list(zip(*sharding.branches.offsets, strict=True))
@@ -504,12 +509,15 @@ def _doubled_segment(sharding: Sharding, branch: int) -> int:
 
 
 def doubling_level(sharding: Sharding, branch: int) -> int:
-    """Return the number of rounds of doubling after which a rank holds the branch's rows of its segment."""
+    """Return the number of rounds of doubling after which a rank holds all rows of its segment in the branch.
+
+    It is 0 or -1 where segments lie inside shards.
+    """
     return (_doubled_segment(sharding, branch) // (sharding.seq_len // sharding.world_size)).bit_length() - 1
 
 
 def doubling_rounds(sharding: Sharding) -> int:
-    """Return the number of rounds of doubling: log2 of the ratio of the longest segment to the shard."""
+    """Return the number of rounds of doubling: log2 of the ratio of the longest segment to the shard, at least 0."""
     return max(0, *[doubling_level(sharding, branch) for branch in range(len(sharding.branches.offsets))])
 
 
@@ -528,7 +536,7 @@ def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
 
 
 def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
-    """Return the sorted row keys that each rank of a block sends in round `level`; `block` as in `_passed_on`."""
+    """Return the sorted row keys that each rank of a block sends in round `level`; `block`: its first rank."""
     return keys_of(sharding, _passed_on(sharding, block, level))
 
 

@@ -1,4 +1,5 @@
-"""Compute one rank's share of a call in parts. A part is a plan over keys and values that were gathered from rows.
+"""Make the parts in which one rank computes a call. A part is a plan with the keys and values that it reads: k and v of
+the shard, or keys and values gathered from rows.
 
 Rows lie in buffers, which hold the shard's own rows or received ones. A row is the key and the value of one token of
 one KV head, `(2, batch, head_dim)`. A *slot* is a place in a part's key tensor, numbered row * heads + head. The tables
@@ -42,7 +43,7 @@ BackwardParts = Generator[Part, Gradients, Gradients]
 
 
 def statistic(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of one row from several ranks travel and are summed."""
+    """Return the dtype in which gradients travel between ranks and are summed: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -150,7 +151,7 @@ class Own:
         return 24 * len(self.tokens)
 
     def pack(self, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the buffer of rows `(size, 2, batch, head_dim)`."""
+        """Write rows of k and v into `out`, or into a new buffer `(size, 2, batch, head_dim)`; return the buffer."""
         out = k.new_empty(self.size, 2, k.shape[0], k.shape[3]) if out is None else out
         for i, x in enumerate((k, v)):
             out[self.positions, i] = x[:, self.tokens, self.heads].transpose(0, 1)
@@ -189,7 +190,7 @@ class Feed:
             yield gather.part(rows)
 
     def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
-        """Return the gradients of the buffer's rows, in the dtype in which gradients are summed."""
+        """Yield the parts, take each one's (dk, dv) back, and return the gradients of the buffer's rows, summed."""
         sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
         for gather in self.gathers:
             gather.scatter((yield gather.part(rows)), sums)
@@ -229,7 +230,10 @@ class Local:
             yield from self.crossing.forward(self.crossing.own.pack(k, v))
 
     def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
-        """Compute the shard's part of (dk, dv), in the dtype in which gradients are summed, contiguous."""
+        """Yield the parts, take back each part's (dk, dv), and return their sums for the shard's rows, contiguous.
+
+        The sums have the dtype that `statistic` returns.
+        """
         dtype = statistic(k.dtype)
         dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
         if self.crossing.gathers:

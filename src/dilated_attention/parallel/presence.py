@@ -33,7 +33,7 @@ def missing(store: dist.Store, keys: Sequence[str], seconds: float) -> list[int]
 
 
 def _unwritten(store: dist.Store, keys: Sequence[str], start: int) -> list[int]:
-    """Find the unwritten keys by bisection: a few among many take few queries to the store."""
+    """Return the indices of the unwritten keys, counted from `start`, by bisection: few of them take few queries."""
     if store.check(list(keys)):
         return []
     if len(keys) == 1:

@@ -114,7 +114,10 @@ def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
 
 
 def _messages(transport: str, sharding: Sharding, rank: int, seal: int) -> tuple[list[int], list[int], int, int]:
-    """Return the rows of each message out and in, the number of rounds, and the rows kept for the backward."""
+    """Return the rows of each message out and in, the number of rounds, and the rows kept for the backward.
+
+    `seal`: the rows of one seal, which only the last number includes.
+    """
     size, source = sharding.world_size, block_partition if sharding.layouts else partition
     if transport == "doubling":
         blocks = [(level, rank >> level << level) for level in range(partition.doubling_rounds(sharding))]

@@ -141,10 +141,11 @@ class AllGather(Exchange):
 
 
 class Ring(_Schedule[_Tables]):
-    """Send rows point to point, one peer per step, and keep nothing: at most two peers' rows in memory.
+    """Send rows point to point, to one peer per step; at most two peers' rows are in memory at a time.
 
-    The backward fetches the rows again. If one rank sends rows to another in step d, it sends gradients to that rank
-    in step size - d. Messages between two ranks match by their order, so every rank runs the steps in the same order.
+    No rows are kept for the backward, which fetches them again. If one rank sends rows to another in step d, it sends
+    gradients to that rank in step size - d. Messages between two ranks match by their order, so every rank runs the
+    steps in the same order.
     """
 
     @staticmethod
@@ -172,7 +173,10 @@ class Ring(_Schedule[_Tables]):
         return self.link.swap(step.own.pack(k, v), step.sent, step.received, f"in {phase}'s ring step {distance}")
 
     def _rows(self, k: Tensor, v: Tensor, phase: str, first: Transfer | None) -> Iterator[tuple[int, _Round, Tensor]]:
-        """Yield each distance's rows while those of the next distance travel. `first` is the transfer of distance 1."""
+        """Yield (distance, its round, received rows), while the rows of the next distance travel.
+
+        `first`: the transfer of distance 1. `phase`: "forward" or "backward".
+        """
         transfer = first
         for distance in range(1, self.link.size):
             rows = transfer.wait() if transfer else None

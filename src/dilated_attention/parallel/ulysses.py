@@ -16,7 +16,7 @@ from dilated_attention.parallel.partition import Sharding
 
 
 class Ulysses:
-    """Exchange heads: each rank computes all tokens of its share of the heads. This is not a schedule over parts.
+    """Exchange heads: each rank computes all tokens of an equal number of heads. `over_mesh` runs it without parts.
 
     A row of a message holds one token's data for all heads of one rank: q, k and v; or out and lse.
     """
@@ -50,7 +50,7 @@ class Ulysses:
         return [x.unflatten(0, (size, shard)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(2, 3) for x in arrived]
 
     def _exchange(self, rows: Sequence[Tensor], leaving: list[int], arriving: list[int], what: str) -> list[Tensor]:
-        """Exchange rows of several tensors, `(rows, ...)`, side by side in one message of bytes."""
+        """Exchange rows of several tensors, `(rows, ...)`, side by side in one message of bytes, as `Link.moved`."""
         packed = torch.cat([_packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
         widths = [x.shape[1:].numel() * x.element_size() for x in rows]
         parts = self.link.moved(packed, leaving, arriving, what).split(widths, 1)

@@ -22,8 +22,8 @@ at certain distances. In all functions but hierarchical_blocks and vertical_slas
 forecasts: the estimate as it is; the estimate moved along by one block; and the mean share at each distance so far. For
 a few earlier tokens, the softmax over some of their keys is computed, O(seq_len) scores in all. This softmax gives the
 shares by distance and, for each head and row, the weights of the mixture: a forecast's weight is ∝ prior *
-exp(`FORECAST_RATE` * the mass of that softmax that its lists would have held), the exponentially weighted average
-forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games, chapter 2).
+exp(`FORECAST_RATE` * m), with m the part of that softmax on the blocks that the forecast alone would have listed. This
+is the exponentially weighted average forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games, ch. 2).
 """
 
 from dilated_attention.routing.antidiagonal import antidiagonal_blocks

@@ -44,7 +44,7 @@ def antidiagonal_blocks(
         stride: the number of tokens per piece; it must divide both block sizes. Computing all scores instead would
             take about `stride` times as long.
 
-    When causal, the pieces x are those of the q_block queries that end at the block's first one, and the shares serve
+    When causal, the pieces x are cut from the q_block queries that end at the block's first query, and the shares serve
     as the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.
 
     Examples:

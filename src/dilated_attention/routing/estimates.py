@@ -68,7 +68,9 @@ def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Ite
 
 
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the share of each row's softmax that falls on each column's keys, (B, H, some rows, columns).
+    """Yield (slice of rows, shares (B, H, rows of the slice, columns)), until all rows are done.
+
+    A share is the part of a row's softmax that falls on a column's keys.
 
     Args:
         seen: int64 (rows, parts): each query sees this many keys, counted from the first. The numbers do not decrease
@@ -148,9 +150,9 @@ def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: i
 
 
 def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
-    """Join neighbouring tokens into rows: (B, N, H, D) -> rows `at`, (B, rows, H, joined * D).
+    """Join each `joined` neighbouring tokens of x (B, N, H, D) to a vector; return vectors `at`, (B, vectors, H, ...).
 
-    Tokens that are missing at the end count as zeros. `turned`: put the tokens of a row in reverse order.
+    Tokens that are missing at the end count as zeros. `turned`: put the tokens of a vector in reverse order.
     """
     first, last = at.start * joined, at.stop * joined
     some = x[:, first:last]
@@ -159,10 +161,10 @@ def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
 
 
 def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int]]:
-    """Yield slices of at most `most` rows, each with the largest number of keys that one of its rows sees.
+    """Yield slices of at most `most` rows, each with the largest number of keys that one of its rows sees (at least 1).
 
-    Where later rows see more keys than earlier ones, a slice has at most an eighth of all rows. Rows count from
-    `first`.
+    `seen`: how many keys each row sees; it does not decrease. Where it grows, a slice has at most an eighth of all
+    rows. Rows are numbered from `first`.
     """
     rows = len(seen)
     step = most if not rows or int(seen.min()) == int(seen[-1].max()) else min(most, -(-rows // 8))
@@ -201,9 +203,9 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: Candidates) -> Tensor:
-    """Return the mean pooled query of each KV head, (B, 1, kv_heads, D).
+    """Return, for each KV head, the mean of its pooled queries, times the scale: (B, 1, kv_heads, D).
 
-    When causal it differs by key block, (B, columns, kv_heads, D).
+    When causal, a key block has the mean up to the first query block that may choose it: (B, columns, kv_heads, D).
     """
     rows = torch.einsum("biahd,ia->bihd", query, weight * grid.scale).unflatten(2, (kv_heads, -1)).mean(3)
     if not grid.is_causal:

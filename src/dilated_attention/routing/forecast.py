@@ -26,13 +26,13 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 class Forecast:
-    """Forecast the shares of each query block's keys, from causal estimates that describe the block before it.
+    """Forecast each query block's shares of the key blocks, from causal estimates that describe the block before it.
 
     The forecast mixes three: the estimate, the estimate moved on by one key block, and the mean of what earlier sampled
     rows have seen at each distance from the last key block that a row may choose. A forecast weighs more if lists made
     from it would have held more of what earlier tokens have seen.
 
-    Call it on consecutive slices of rows, in order, from the first row to the last: it remembers these weights.
+    Call the object on consecutive slices of rows, in order, from the first row to the last: it updates the weights.
 
     Attributes:
         sampled: the rows (query blocks) of which the softmax of a few tokens is computed.
@@ -84,8 +84,10 @@ class Forecast:
 
     @cached_property
     def distant(self) -> Tensor:
-        """Return means of `seen`, by distance from the last block that a row may choose, over the first 0, 1, ... of
-        the sampled rows."""
+        """Return (B, H, sampled + 1, columns): entry n is the mean of `seen` over the first n sampled rows.
+
+        Columns are distances from the last block that a row may choose.
+        """
         may = self.grid.allowed[self.sampled]
         reached = torch.arange(self.grid.columns, device=self.grid.device) < may.sum(-1, keepdim=True)
         mean = self._turned(self.seen, may).cumsum(2) / reached.cumsum(0).clamp(min=1)
@@ -93,19 +95,20 @@ class Forecast:
 
     @staticmethod
     def _turned(x: Tensor, may: Tensor) -> Tensor:
-        """Reorder (…, rows, columns) from key blocks to distances from the last block that a row may choose, or back.
+        """Reorder x (…, rows, columns) from key blocks to distances from the last block that a row may choose, or back.
 
-        Entries without a block are 0.
+        `may`: booleans (rows, columns), the blocks that a row may choose. Entries without a block are 0.
         """
         at = may.sum(-1, keepdim=True) - 1 - torch.arange(may.shape[-1], device=may.device)
         return x.gather(-1, at.clamp(min=0).expand(x.shape)).masked_fill_(at < 0, 0.0)
 
 
 def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidates) -> Tensor:
-    """Return the causal softmax of some tokens of each sampled block over every eighth key, by key block.
+    """Return the causal softmax of some tokens of each sampled block, summed by key block, over every eighth key.
 
-    It is averaged over the tokens: (B, H, sampled blocks, columns). The first key, which may hold most of the softmax
-    (an attention sink), is always among them and counts once; each other key stands for eight.
+    Shape: (B, H, sampled blocks, columns), averaged over the tokens. The first key, which may hold most of the softmax
+    (an attention sink), always takes part and counts once; each other key that takes part counts eight times. If 8 does
+    not divide k_block, their greatest common divisor replaces 8.
     """
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)

@@ -27,7 +27,7 @@ Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
 
 
 def is_compiled(*tensors: Tensor) -> bool:
-    """Return whether the compiled library serves these tensors. It gives no gradients."""
+    """Return whether the compiled library serves these tensors. It does not where gradients are recorded."""
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
 

@@ -87,8 +87,8 @@ def lsh_blocks(
 
 
 class _Tokens(NamedTuple):
-    """Hold tokens of blocks (B, blocks, T, H, D), the centre of each block or of all, and 1 for each token that exists
-    (1, blocks, 1, T), else 0."""
+    """Hold tokens x of blocks, (B, blocks, T, H, D); their centres (means), (B, blocks or 1, H, D); and `real`, 1 for
+    each token that exists, else 0, (1, blocks, 1, T)."""
 
     x: Tensor
     centre: Tensor
@@ -96,8 +96,8 @@ class _Tokens(NamedTuple):
 
 
 def _queries(q: Tensor, grid: Candidates, step: int) -> _Tokens:
-    """Return each `step`-th query of each block. When causal, a block has the q_block queries that end at its first
-    one, and block 0 is left out."""
+    """Return every `step`-th query of each query block. When causal, the q_block queries that end at a block's first
+    query replace the block, and block 0 is left out."""
     stop = (grid.rows - 1) * grid.q_block if grid.is_causal else grid.seq_len
     blocks = in_blocks(q[:, 1 : 1 + stop] if grid.is_causal else q, grid.q_block)[:, :, step // 2 :: step]
     token = torch.arange(blocks.shape[1] * grid.q_block, device=grid.device).view(-1, grid.q_block)
@@ -112,11 +112,13 @@ def _shares(
 ) -> Tensor:
     """Return the estimate of `lsh_blocks`, (B, H, rows, columns); when causal without row 0.
 
-    A key's weight is the product of two factors. Its weight relative to the largest in its block uses the q̄ of the
-    block's first chooser, so that it is the same for all rows. The largest weight is estimated with the row's own q̄.
+    A key's weight exp(q̄·k) is computed as the product of two factors. The weight relative to the largest one in the
+    key's block uses the q̄ of the first query block that may choose this block, so it is the same for all rows. The
+    largest weight itself is estimated with the row's own q̄.
 
     Args:
         met: the share of a block's queries in each bucket; the shares in one hash sum to 1 / hashes.
+        centre_q, centre_k: the means that are subtracted from queries and keys before hashing; centre_q is q̄.
         means: the mean key of each block.
     """
     group, skip = met.shape[1] // k.shape[2], int(grid.is_causal)
@@ -144,8 +146,8 @@ def _shares(
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
     """Return the mean of all tokens, (B, 1, H, D), from the means (B, blocks, H, D) of blocks of `size` tokens.
 
-    When causal, return for each block the mean of its own and all earlier means, (B, blocks, H, D). Computed in single
-    precision at least, because float16 cannot count beyond 65,504.
+    When causal, return for each block the plain mean of its own and all earlier blocks' means, (B, blocks, H, D).
+    Computed in single precision at least, because float16 cannot count beyond 65,504.
     """
     dtype = torch.promote_types(means.dtype, torch.float32)
     means, size = means.to(dtype), size.to(dtype)

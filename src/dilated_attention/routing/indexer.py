@@ -76,8 +76,10 @@ class Indexer(nn.Module):
     def choose(
         self, x: Float[Tensor, "batch seq embed_dim"], new: int | None = None
     ) -> Int[Tensor, "batch new chosen"]:
-        """Return the tokens that the last `new` queries see (None: all queries),
-        -1 where there are fewer than `top_k`."""
+        """Return the tokens that each of the last `new` queries sees (None: all queries).
+
+        A query that sees fewer than `top_k` tokens has -1 in the other places.
+        """
         self._check(x)
         seq_len = x.shape[1]
         new = seq_len if new is None else checks.integer("new", new, 0, seq_len)
@@ -132,7 +134,7 @@ class Indexer(nn.Module):
         return F.kl_div(told, wanted, reduction="sum")
 
     def _index(self, x: Tensor, at: slice) -> Tensor:
-        """Return the index for these queries, (batch, queries, tokens up to the last one), -inf for later tokens."""
+        """Return index(t, s) of the class for the queries t in `at`: (batch, queries, at.stop); -inf where s > t."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
         key, weight = self.key(x[:, : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)

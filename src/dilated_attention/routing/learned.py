@@ -98,7 +98,7 @@ class LearnedRouter(nn.Module):
         return self._log_gates(q, k, self._grid(q, k))
 
     def relaxed_attention(self, q: Queries, k: Keys, v: Keys, *, scale: float | None = None) -> Queries:
-        """Return softmax(scale q·k + log gate) v over the visible keys; every key has the gate of its block."""
+        """Return softmax(scale q·k + log gate) v, where a key has its block's gate. Invisible keys take no part."""
         grid = self._grid(q, k)
         token = torch.arange(grid.seq_len, device=q.device)
         bias = self._log_gates(q, k, grid)[..., (token // grid.q_block)[:, None], token // grid.k_block]
@@ -144,7 +144,7 @@ class LearnedRouter(nn.Module):
 
 
 def _threshold(x: Tensor, free: Tensor, wanted: Tensor) -> Tensor:
-    """Return τ (…, rows, 1) such that sigmoid(x - τ), summed over the free entries, is `wanted`;
+    """Return τ (…, rows, 1) such that a row's sigmoid(x - τ), summed over its `free` entries, is `wanted` (rows,);
     differentiable in x."""
     with torch.no_grad():
         inside = x.masked_fill(~free, 0.0)

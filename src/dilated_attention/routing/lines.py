@@ -59,7 +59,10 @@ def vertical_slash(
 
 
 def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows, in order, with the scores of `vertical_slash`, (B, H, rows of the slice, columns)."""
+    """Yield slices of rows, in order, with score(i, J) of `vertical_slash`, (B, H, rows of the slice, columns).
+
+    `group`: average the softmax over the query heads that share a KV head.
+    """
     own = grid.first_query // grid.k_block
     last = grid.columns - 1
     column = torch.arange(grid.columns, device=grid.device)
@@ -96,7 +99,7 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Itera
 
 
 def _shares(q: Tensor, k: Tensor, grid: Candidates, group: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the softmax of the first query of some rows, summed by key block: (B, H, rows, columns)."""
+    """Yield (slice of rows, p_i(J) of `vertical_slash` for these rows i, (B, H, rows of the slice, columns))."""
     weight = torch.ones(grid.rows, 1, dtype=grid.dtype, device=grid.device)
     first = grid.first_query[:, None]
     seen = first + 1 if grid.is_causal else torch.full_like(first, grid.seq_len)

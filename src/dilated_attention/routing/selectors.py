@@ -80,7 +80,7 @@ def topk_blocks(
 def largest_shares(
     q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, group: bool
 ) -> BlockLayout:
-    """Choose as `topk_blocks` does; `sample` stands for the tokens of the blocks in the estimate."""
+    """Choose as `topk_blocks` does, with the estimate computed from `sample`; `group` is its `per_kv_head`."""
     budget = grid.budget(density)
     forecast = Forecast(q, k, grid, group=group) if grid.is_causal else None
     return grid.layout_of(

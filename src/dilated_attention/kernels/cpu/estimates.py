@@ -68,7 +68,7 @@ def means(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
 
 
 def extremes(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
-    """Return the greatest value of each component of x over each interval of tokens, followed by the least values.
+    """Return the greatest values of the components of x in each interval of tokens, followed by the least values.
 
     Arguments are as in `means`; the result is float32 `(batch, intervals, heads, 2 * head_dim)`.
     """
@@ -82,9 +82,10 @@ def _of_intervals(estimator: int, x: Tensor, starts: Tensor, stops: Tensor, widt
 
 
 def peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `number` keys of each block that score highest along a direction, and the mean of the others.
+    """Return the `number` keys of each block with the largest products with a direction, and the mean of the others.
 
     Args:
+        block: the number of keys per block.
         direction: float32 `(batch, blocks or 1, heads, head_dim)`; the number of heads is a multiple of those of k.
 
     Returns:
@@ -127,7 +128,8 @@ def shares(
         seen: int64 `(rows, parts)`: each query sees this many keys, counted from the first.
         logarithm: float32 `(columns, peaks)`, added to the scores.
         joined: how many tokens are concatenated into one query (in reverse order), and into one key.
-        listed: int64 `(batch, heads, tiles, columns)`, ascending: the only columns that a tile of `tile` rows sees.
+        listed: int64 `(batch, heads, tiles, columns)`, ascending: the only columns that `tile` neighbouring rows see.
+            The last dimension of the result then counts these.
     """
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
@@ -160,7 +162,8 @@ def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: 
 
 
 class Rows(NamedTuple):
-    """Hold which columns each row always lists, `starts` to `stops` - 1, and how many of the first it may choose among.
+    """Hold, for each row, the columns that it always lists, `starts` to `stops` - 1, and how many columns, counted from
+    the first, it may choose among, `choices`.
 
     All are int64 `(all rows,)`, contiguous.
     """

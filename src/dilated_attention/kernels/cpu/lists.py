@@ -42,7 +42,8 @@ def column_counts(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def rows_of_columns(indptr: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
-    """Return the rows that list each column, ascending. The rows of column j of list `...` begin at starts[..., j]."""
+    """Return the rows that list each column, ascending, in one flat tensor, with indptr and indices as in
+    `column_counts`. The rows of column j of list `...` begin at starts[..., j]."""
     rows = torch.empty_like(indices)
     _run(indptr, indices, starts.contiguous(), rows, starts.shape[-1] - 1)
     return rows
