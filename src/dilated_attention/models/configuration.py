@@ -132,7 +132,7 @@ MOST, MOST_TOKENS = 1024, 1 << 48
 
 
 class _Selection:
-    """Base class of options of a module that selects. A module made on the meta device checks them."""
+    """Base class of the options of an attention module that selects its keys. Making the module checks them."""
 
     kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]]
 
