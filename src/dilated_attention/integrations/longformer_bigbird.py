@@ -5,7 +5,7 @@ Both families are older than transformers' attention interface, and have attenti
 - Longformer (arXiv:2004.05150): token i sees the tokens within w of it and the global tokens, in one softmax; a
   global token sees all tokens, through separate projections.
 - BigBird (arXiv:2007.14062): a block of queries sees its neighbouring blocks, the first and the last block, and r
-  random blocks that the module draws. The first and the last block see all. A block that a row lists twice counts
+  random blocks that the module draws. The first and the last block see all. A block that a row names twice counts
   twice in its softmax: outside training transformers draws block 0 for every row, r times.
 """
 
@@ -156,7 +156,7 @@ def _taken(x: Tensor, place: Tensor) -> Tensor:
 
 
 def _blocks(module: Any, seq_len: int, device: torch.device) -> BlockLayout | Sum:
-    """Return what BigBird shows: a layout, or a sum of layouts if a row lists a block several times."""
+    """Return what BigBird shows: a layout, or a sum of layouts if a row names a block several times."""
     drawn = torch.from_numpy(_drawn(module, seq_len)).long()
     heads, blocks = len(drawn), seq_len // module.block_size
     row = torch.arange(blocks)
