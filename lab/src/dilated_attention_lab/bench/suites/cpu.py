@@ -184,7 +184,8 @@ def _high_precision() -> Iterator[None]:
 
 
 def _halves(case: Case, bar: float, budget: float) -> Step:
-    """Compare float32 under `set_float32_matmul_precision("high")` with PyTorch's float32 and ours."""
+    """Compare float32 under `set_float32_matmul_precision("high")` with PyTorch's dense calls, and with this library's
+    kernels at the default precision."""
     cases = {OURS: case, "dense calls": replace(case, method="dense calls")}
 
     def run() -> Iterator[Row]:
