@@ -97,7 +97,7 @@ class _Pattern:
 
     Setting it requests dilated attention, unless another implementation was requested by its name. Reading a
     configuration file sets it too. The request is written to `config.attn_implementation`, which transformers reads
-    and then drops. Without this attribute, a model that was loaded and saved again would therefore be dense.
+    and then drops. This attribute stays, so that a model that is loaded and saved again is still dilated.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:

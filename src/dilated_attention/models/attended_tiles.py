@@ -185,7 +185,7 @@ class _Layer:
 
 
 def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tensor) -> list[_Layer]:
-    """Run the encoder's layers over one slide, the last only up to its attention; return what each has stored."""
+    """Run the encoder's layers over one slide, the last only up to its attention; return a `_Layer` for each."""
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
     assert isinstance(pattern, Dilated)
     layers: list[_Layer] = []
