@@ -68,7 +68,7 @@ class NgramTable:
 
 
 def _grams(text: Numbers, order: int) -> Numbers:
-    """Return, for each byte except the first `order`, the n-gram that ends there, as one integer."""
+    """Return, for each byte except the first `order`, that byte and the `order` bytes before it, as one integer."""
     grams: Numbers = np.zeros(max(len(text) - order, 0), dtype=np.int64)
     for i in range(order + 1):
         grams = grams << 8 | text[i : i + len(grams)]
@@ -129,7 +129,7 @@ class NgramLM(LongNetLM):
 
 
 def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tensor, "batch seq"]:
-    """Return a table row for the `size` bytes that end at each token; bytes before the first count as zeros."""
+    """Return a table row for the `size` bytes that end at each token; before the first byte, nothing is hashed."""
     mixed = torch.zeros_like(tokens)
     for back in range(size):
         mixed[:, back:] = mixed[:, back:] + (tokens[:, : tokens.shape[1] - back] + 1) * 257**back

@@ -47,7 +47,7 @@ def pattern(tokens: int) -> Dilated:
 def config(pattern: Dilated | None) -> LongNetConfig:
     """Return a configuration without positions.
 
-    What matters is what a token is, and a sequence may be longer than those in training.
+    The answer depends on which tokens occur, not where, and a sequence may be longer than those in training.
     """
     return LongNetConfig(
         vocab_size=VALUES + 1 + FILLERS,

@@ -223,7 +223,7 @@ def run(
 
 
 def forecast(training: Training) -> str:
-    """Return what is about to be trained, and how often it will read its text."""
+    """Return a text that says what is about to be trained, and how often it will read its training text."""
     recipe, split = training.recipe, training.split
     text = int((split.choices + recipe.context).sum())
     epochs = recipe.steps * recipe.batch_size * recipe.context / text
