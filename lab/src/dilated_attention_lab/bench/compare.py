@@ -102,7 +102,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def variants(base: Case) -> dict[str, Case]:
-    """Return the variants by the name that the table shows."""
+    """Return the variants of `base`, a case for each name that the table shows."""
 
     def of(method: Method, **more: Any) -> Case:
         return replace(base, method=method, **more)

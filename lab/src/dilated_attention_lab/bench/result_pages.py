@@ -129,7 +129,7 @@ def _grouped(names: Sequence[str], group: Mapping[Case, Mapping[str, Record]]) -
 
 
 def _compared(rows: list[Record]) -> Iterator[str]:
-    """Yield for each setting of `compare` the ratio of times to dense attention, by length; then one setting in full."""
+    """Yield for each setting of `compare` the times as ratios to dense attention's, by length; then one in full."""
     settings: dict[Case, dict[str, dict[int, Record]]] = {}
     for row in rows:
         given = {name: row["parameters"][name] for name in ("dtype", "batch", "compiled", "branches")}
@@ -214,7 +214,7 @@ def _machines(files: Mapping[Path, list[Record]]) -> Iterator[str]:
 
 
 def _summary(path: Path, rows: list[Record]) -> list[str]:
-    """Return the line of one file."""
+    """Return the cells of one file's line in the table of its machine."""
     empty = sum(row["value"] is None for row in rows)
     newest = max(rows, key=lambda row: row["date"])
     judged = [row for row in rows if row["value"] is not None and "met" in row]

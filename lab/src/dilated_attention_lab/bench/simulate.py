@@ -193,7 +193,7 @@ def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
 
 
 def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
-    """Run the worlds in turns, `rounds` times, in one new process of one thread."""
+    """Run the worlds in turns, `rounds` times, in one new process of one thread; return what each of them did."""
     request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
     answer = in_new_process(__name__, request)
     return [Rehearsal(World(**found.pop("world")), **found) for found in answer]

@@ -136,7 +136,7 @@ def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def variants(rows: list[Record]) -> str:
-    """Return Markdown: the variants of `compare`, with what it knows about each."""
+    """Return Markdown: the table that `compare` prints for these rows, one line per variant."""
     return markdown(*compare.table(rows))
 
 

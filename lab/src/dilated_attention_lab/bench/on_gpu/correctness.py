@@ -39,7 +39,7 @@ def _largest_error(name: str, parameters: dict[str, Any], errors: dict[str, floa
 def as_timed(case: Case, label: str) -> Check:
     """Return a check of a case, shortened to at most 2,048 tokens for the oracle. It launches the same kernels.
 
-    Tiles are full and need no mask, all branches share a launch, and no gradient of lse is asked for.
+    As in the timed call, tiles are full and need no mask, all branches share a launch, and lse gets no gradient.
     """
     few = min(case.seq_len, 2048)
     longest = max(case.segment_lengths, default=few)

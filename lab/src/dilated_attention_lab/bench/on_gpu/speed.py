@@ -173,6 +173,7 @@ def against(
     """Compare the forward time of each contender in `ours` with the fastest of `rivals`, which rows call `title`.
 
     Args:
+        bars: the largest allowed ratio of each contender in `ours`.
         work: useful floating-point operations of each contender.
         most: the largest number of rounds.
     """
