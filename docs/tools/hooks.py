@@ -61,7 +61,7 @@ def _commands() -> str:
 
 
 def _option(action: argparse.Action) -> str:
-    """Return the line of one argument."""
+    """Return a command's argument as a line of a Markdown table."""
     values = action.metavar or (",".join(map(str, action.choices)) if action.choices else action.dest.upper())
     if not action.option_strings:
         call = str(action.metavar or action.dest)

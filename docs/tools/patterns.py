@@ -39,7 +39,7 @@ def _heads() -> Figure:
 
 
 def _offsets() -> Figure:
-    """Draw one branch of rate 4 with 8 heads under each rule, and head groups."""
+    """Draw one branch of rate 4 with 8 heads under each rule for offsets, and two branches with head groups."""
     figure = Figure(figsize=(10.8, 8.4), layout="constrained")
     rules = {
         'offsets="head"': Dilated((32,), (4,)),
@@ -55,7 +55,7 @@ def _offsets() -> Figure:
 
 
 def _coverage() -> Figure:
-    """Draw the keys per token under two patterns, one of which leaves tokens out."""
+    """Draw how many keys each token sees under two patterns; in one of them some tokens see none."""
     figure = Figure(figsize=(9, 3), layout="constrained")
     for panel, rates in zip(figure.subplots(1, 2), ((1, 4), (2, 4)), strict=True):
         panel.grid(color="0.9")

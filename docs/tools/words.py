@@ -58,7 +58,7 @@ BEGINNINGS = r"(?:Of|That|Those|In|What|Whose|Whom|Who|Where|Which|Why|How|By|As
 
 
 class Mark(NamedTuple):
-    """One place where an area uses the dialect."""
+    """One place (file:line) of a phrase in `MARKS`, or of a docstring that begins with a word in `BEGINNINGS`."""
 
     place: str
     kind: str
@@ -76,7 +76,7 @@ def prose(markdown: str) -> str:
 
 
 def marks(text: str, place: str, line: int = 1, *, is_docstring: bool = False) -> Iterator[Mark]:
-    """Yield the marks of a text that begins at a line of a file."""
+    """Yield the marks of a text that begins at `line` of the file `place`; in a docstring also its first word."""
     joined = re.sub(r"(?<=\S)\n[ \t]*(?=[^\s*|#>-])", " ", text)  # a phrase may be broken over two lines
     for kind, pattern in MARKS.items():
         for found in re.finditer(pattern, joined, flags=re.MULTILINE):

@@ -35,7 +35,8 @@ MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Hold how two outputs differ: the greatest difference of any entry, and the norm relative to the reference's."""
+    """Hold how two outputs differ: the greatest difference of any entry, and the difference's norm over the second
+    output's norm."""
 
     name: str
     greatest: float
@@ -57,19 +58,20 @@ def convert(
 
     They compare, on random input in single precision:
 
-    - the model in compat mode with the released algorithm (`released`) on the source's own weights;
-    - the corrected model with the same;
-    - the model read back from the folder with the one written.
+    - a model with compat="torchscale" and the released algorithm (`released`), on the source's weights;
+    - a model with compat=None and the released algorithm;
+    - the model read back from the folder and the one written.
 
     Args:
-        tokens: length of the random input. It is reduced if a segment that its rate does not divide would make the
-            released code misplace its results.
+        tokens: length of the random input. It is reduced to less than every segment length that its rate does not
+            divide: the released code misplaces results of such a segment.
         compat: `compat` of the written model.
         overwrite: replace what `out` holds; otherwise a folder that is not empty is refused.
         options: arguments of `load_gigapath`, `load_longvit` or `load_torchscale`.
 
     Raises:
-        ValueError: the checkpoint cannot be read, does not fit, or computes something else; nothing is written.
+        ValueError: `out` is not empty, or the checkpoint cannot be read, does not fit, or computes something else than
+            the released algorithm; nothing is written.
     """
     if not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists: give overwrite=True, or another folder")
@@ -107,7 +109,8 @@ def _tokens_in_place(model: Pretrained, tokens: int) -> int:
 
 
 def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torch.Generator) -> tuple[Any, Any]:
-    """Return two functions: one calls a model on the random input, one runs the released algorithm on it."""
+    """Return two functions: one calls the model that it is given on the random input, the other runs the released
+    algorithm on that input, with the weights `held`."""
     config = getattr(model.config, "encoder", model.config)
 
     def options(x: Any, is_causal: bool = False) -> released.Attention:

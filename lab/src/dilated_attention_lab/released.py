@@ -95,7 +95,10 @@ def _norm(state: Mapping[str, Tensor], name: str, x: Tensor, eps: float = 1e-5) 
 
 
 def _xpos(x: Tensor, inverse: bool) -> Tensor:
-    """Return x `(batch, seq, heads, dim)`, rotated, and scaled by the distance to the middle of the sequence."""
+    """Return x `(batch, seq, heads, dim)`, rotated, and scaled by the distance to the middle of the sequence.
+
+    inverse: divide by the scale, as torchscale does for keys.
+    """
     seq, dim = x.shape[1], x.shape[3]
     channel = torch.arange(0, dim, 2, device=x.device)
     scale = ((channel + 0.4 * dim) / (1.4 * dim)) ** ((torch.arange(seq, device=x.device) - (seq + 1) // 2) / 512)[

@@ -25,7 +25,7 @@ def console(**options: Any) -> Console:
 
 
 def show(table: Table) -> None:
-    """Print a table whose columns, apart from the first, are never cut: it is wider than the terminal if need be."""
+    """Print a table without cutting any column but the first, even if it is then wider than the terminal."""
     from rich.cells import cell_len
 
     widths = [

@@ -104,9 +104,9 @@ class Check:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill PyTorch's uninitialised memory with NaN.
+    """Fill PyTorch's uninitialised memory with NaN in the `with` block.
 
-    Otherwise a row that no one writes may hold an earlier call's values.
+    So a row that a kernel leaves unwritten is NaN, and does not keep an earlier call's values.
     """
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -217,8 +217,8 @@ class Verdict:
     """Hold the result of checking one backend with one call.
 
     Attributes:
-        error: the largest error, divided by its bar; None if there is no error to give.
-        why: what is wrong, or why the backend refused.
+        error: the largest error, divided by its bar in `BARS`; None if the call raised an error.
+        why: which result has that error; or the error that the call raised; or why the backend refused.
     """
 
     backend: str
@@ -242,7 +242,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 def serving(device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """Return the backends, apart from "reference", that serve a device, and why the others do not."""
+    """Return the backends, apart from "reference", that serve a device, and why not by name for the others."""
     facts = Facts(device, dtype_on(device))
     absent = {name: why for name, backend in table.BACKENDS.items() if (why := backend.why_not(facts))}
     return [name for name in table.BACKENDS if name not in (*absent, "reference")], absent

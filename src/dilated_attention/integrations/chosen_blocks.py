@@ -1,4 +1,4 @@
-"""Attend to blocks that are chosen by content, in the full layers of a transformers model: see `sparsify`."""
+"""Attend to blocks chosen by content, in those layers of a transformers model that have no windows (`sparsify`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class ChosenBlocks:
     first: int
 
     def serves(self, shown: Shown) -> bool:
-        """Return whether a call is a whole prompt without padding, in a layer that sees every token."""
+        """Return whether a call attends to chosen blocks: it must be a whole prompt of at least `first` tokens, with no
+        windows, chunks, packed samples, padding or `blocks` in its mask."""
         limited = (shown.window, shown.chunk, shown.samples, shown.blocks, shown.hidden)
         whole = shown.q_start == shown.k_start == 0 and (shown.is_causal or shown.queries == shown.keys)
         return whole and shown.queries >= max(self.first, 2) and all(limit is None for limit in limited)
@@ -38,7 +39,8 @@ class ChosenBlocks:
     def attend(
         self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **options: Any
     ) -> tuple[Tensor, str]:
-        """Return the attention over the chosen blocks, and a phrase that says how much of the softmax they hold."""
+        """Return the attention over the chosen blocks, and a phrase that says how much of the softmax they hold (empty
+        while torch.compile traces)."""
         k, v = k[:, : shown.queries], v[:, : shown.queries]  # a static cache holds more
         layout = self.selector(q, k, is_causal=shown.is_causal, scale=scale)
         if not isinstance(layout, BlockLayout):
@@ -61,7 +63,7 @@ def _held(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: dict[str, Any])
 
     Args:
         lse: the lse of the attention over the chosen blocks only, `(batch, heads, seq)`.
-        options: the options of `attention` that gave it.
+        options: the options of the `attention` call that gave this lse.
     """
     tokens, options = q.shape[1], {**options, "dropout_p": 0.0}
     whole = Dilated((tokens,), (1,))

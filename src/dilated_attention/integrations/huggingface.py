@@ -73,14 +73,15 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Visibility(NotATensor):
-    """Hold which keys the queries of one forward see, before the pattern. The mask function makes it for the attention.
+    """Hold which keys the queries of one forward may see; the dilated pattern shows some of them.
 
     Attributes:
         is_causal: a query sees no later key.
         past, new: tokens in the cache, and tokens of this call.
         lengths: `(batch,)`, real tokens per sample; None: all are real, or `samples` says which.
         order: `(batch, new)`, a permutation that puts the real tokens of each sample first; None: they come first.
-        samples: with a cache and padding, for each sample: which of the new tokens are real, and which of all tokens.
+        samples: with a cache and padding, for each sample: indices of the real ones among the new tokens, and among
+            all tokens.
     """
 
     is_causal: bool
@@ -96,7 +97,7 @@ class _Pattern:
 
     Setting it requests dilated attention, unless another implementation was requested by its name. Reading a
     configuration file sets it too. The request is written to `config.attn_implementation`, which transformers reads
-    and then drops. Without this attribute, a model that was loaded and saved again would therefore be dense.
+    and then drops. This attribute stays, so that a model that is loaded and saved again is still dilated.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
@@ -138,7 +139,7 @@ def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) ->
 
 def _post_init(self: PreTrainedModel) -> None:
     """Do what transformers' method of this name does after a model is made, and refuse a model that would never call
-    ours."""
+    our implementation."""
     _their_post_init(self)
     if self.config._attn_implementation == NAME:
         _require_own_layers(self)
@@ -362,7 +363,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
 
 
 def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embedding]]:
-    """Return the tables of learned positions that can be repeated, each with the module that owns it."""
+    """Return (owner, table) for each table of learned positions. Raises UnsupportedError if it cannot be repeated."""
     found = [
         (owner, table)
         for owner in model.modules()
@@ -385,7 +386,10 @@ def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embeddi
 
 
 def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of rotary positions: one set, or one for each kind of layer."""
+    """Return the parameters of rotary positions: one set, or one for each kind of layer.
+
+    Raises UnsupportedError if the rotation depends on the length of a text.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     rotations = [x for x in (parameters, *parameters.values()) if isinstance(x, dict) and "rope_type" in x]
     for rotation in rotations:
@@ -486,7 +490,7 @@ def _require_heads(part: PreTrainedModel, pattern: Dilated) -> None:
 def _position_table(module: nn.Module) -> nn.Embedding | None:
     """Return a module's table of learned positions, one row per position as in BERT or GPT-2; None if it has none.
 
-    Tables of other classes, and tables with a row for padding, are left out. They count only the real tokens.
+    Tables of other classes, and tables with a row for padding, are left out: their models number only real tokens.
     """
     for name in ("position_embeddings", "wpe"):
         table = getattr(module, name, None)
@@ -496,7 +500,7 @@ def _position_table(module: nn.Module) -> nn.Embedding | None:
 
 
 def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check, before the forward of a module with a table of positions, that the table is long enough.
+    """Raise ValueError, before the forward of a module with a table of positions, if the table is too short.
 
     Nothing is checked if the caller gives the positions.
     """
@@ -547,7 +551,7 @@ def pattern_of(config: Any) -> tuple[Dilated, str]:
 
 
 def _keeps_windows(options: Any) -> bool:
-    """Return whether layers with windows keep their own attention while others are dilated."""
+    """Return whether the options in `config.dilated_attention` leave layers with windows as they are."""
     return isinstance(options, dict) and options.get("layers") == "full"
 
 
@@ -738,7 +742,10 @@ def _attend_own(
 
 
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
-    """Refuse arguments that a model passes to its attention and that would change it in ways we do not compute."""
+    """Refuse arguments that a model passes to its attention and that would change it in ways we do not compute.
+
+    own: whether the model's own attention is computed, whose mask already describes its window.
+    """
     for name, given in arguments.items():
         if given is None or given is False or name in _WITHOUT_EFFECT:
             continue
@@ -803,7 +810,7 @@ def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bo
 
 
 def _visibility_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Visibility:
-    """Return what the mask of a dilated layer shows."""
+    """Return what the mask of a dilated layer shows; without a mask, all tokens are real and none is cached."""
     new, keys = q.shape[1], k.shape[1]
     if isinstance(mask, Shown):
         raise UnsupportedError(

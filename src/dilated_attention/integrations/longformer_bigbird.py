@@ -5,8 +5,8 @@ Both families are older than transformers' attention interface, and have attenti
 - Longformer (arXiv:2004.05150): token i sees the tokens within w of it and the global tokens, in one softmax; a
   global token sees all tokens, through separate projections.
 - BigBird (arXiv:2007.14062): a block of queries sees its neighbouring blocks, the first and the last block, and r
-  random blocks that the module draws. The first and the last block see all. A block that is named twice counts twice:
-  outside training transformers draws block 0 for every row, r times.
+  random blocks that the module draws. The first and the last block see all. A block that a row names twice counts
+  twice in its softmax: outside training transformers draws block 0 for every row, r times.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def _refuse_weights(wanted: Any) -> None:
 
 
 def _window_and_globals(module: Any, states: Tensor, masked: Any, is_global: Any, output_attentions: bool) -> Tensor:
-    """Return Longformer's attention, `(batch, seq, hidden)`; masked, is_global: `(batch, seq)`."""
+    """Return Longformer's attention, `(batch, seq, hidden)`.
+
+    masked, is_global: `(batch, seq)`, True at padding and at global tokens.
+    """
     _refuse_weights(output_attentions)
 
     def heads(project: nn.Module, x: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ def _window_and_globals(module: Any, states: Tensor, masked: Any, is_global: Any
 
 
 def _places(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions of each sample's chosen tokens, `(batch, most)`, and which entries are filling."""
+    """Return where `chosen` `(batch, seq)` is True, as positions `(batch, most)`, and which entries are filling."""
     counts = chosen.sum(1)
     most = int(counts.max())
     order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
@@ -153,7 +156,7 @@ def _taken(x: Tensor, place: Tensor) -> Tensor:
 
 
 def _blocks(module: Any, seq_len: int, device: torch.device) -> BlockLayout | Sum:
-    """Return what BigBird shows: a layout, or a sum of layouts if blocks are named several times."""
+    """Return what BigBird shows: a layout, or a sum of layouts if a row names a block several times."""
     drawn = torch.from_numpy(_drawn(module, seq_len)).long()
     heads, blocks = len(drawn), seq_len // module.block_size
     row = torch.arange(blocks)

@@ -57,7 +57,7 @@ class NotATensor:
 
 @dataclass(frozen=True)
 class Refused(NotATensor):
-    """Take the place of a mask that we cannot compute. The layer that gets it raises the error."""
+    """Take the place of a mask that this library cannot compute. The layer that gets it raises `error`."""
 
     error: UnsupportedError
 
@@ -197,16 +197,15 @@ def _widest(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def read_arguments(
     mask_function: Callable[..., Any], local_size: int | None, config: Any, mask: Tensor | None, arguments: Any
 ) -> Shown | None:
-    """Return what a plain mask (causal, bidirectional, a window, chunks) shows, read from its arguments; None for
-    others.
+    """Return what a plain mask (causal, bidirectional, a window, chunks) shows, read from the arguments of
+    transformers' `sdpa_mask`; None for other masks.
 
     It is used under torch.compile, which cannot trace how `read_mask` looks into a function.
 
     Args:
         local_size: the size of the window or of the chunks.
         mask: `(batch, seq)`, True for real tokens.
-        arguments: the remaining arguments of transformers' `sdpa_mask`, which show whether another mask was combined
-            with it.
+        arguments: the remaining arguments of `sdpa_mask`, which show whether another mask was combined with it.
     """
     if mask_function is causal_mask_function:
         return Shown(is_causal=True)
@@ -326,8 +325,8 @@ def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict
 
 
 def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend in all rows as if there were no blocks, then again in the rows of each block,
-    to all keys up to its end."""
+    """Attend in all rows without blocks. Then replace the rows of each block by their attention to the keys up to the
+    block's end, within the window."""
     assert shown.blocks is not None
     out = attend(replace(shown, blocks=None), q, k, v, **options).clone()
     for i, first, stop in _runs(shown.blocks):
@@ -348,7 +347,7 @@ def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
 
 
 def _runs(blocks: Tensor) -> list[tuple[int, int, int]]:
-    """Return (sample, first position, position after the last) of each block."""
+    """Return (sample, first position, position after the last) of each block. `blocks`: as in `Shown`."""
     found = []
     for i, row in enumerate(blocks.tolist()):
         edges = [p for p in range(len(row) + 1) if p in (0, len(row)) or row[p] != row[p - 1]]

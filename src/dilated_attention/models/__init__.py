@@ -1,4 +1,4 @@
-"""Models: LongNet as encoder, language model and encoder-decoder; GigaPath and LongViT; checkpoints; generation."""
+"""Provide LongNet as encoder, language model and encoder-decoder, GigaPath, LongViT, checkpoints and generation."""
 
 from dilated_attention.models.attended_tiles import TileAttention, tile_attention
 from dilated_attention.models.checkpoints import (

@@ -169,7 +169,7 @@ class _Layer:
         return out
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return q and k, `(tokens, heads, head_dim + _MORE)`, such that exp(q kᵀ) is P."""
+        """Return q and k, `(tokens, heads, head_dim + _MORE)`, such that exp(q kᵀ) is the attention probability."""
         self.file.seek(self.start)
         found = []
         for tokens, heads, head_dim in self.shapes:
@@ -185,7 +185,7 @@ class _Layer:
 
 
 def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tensor) -> list[_Layer]:
-    """Run the encoder's layers over one slide, the last only up to its attention; return what each has stored."""
+    """Run the encoder's layers over one slide, the last only up to its attention; return a `_Layer` for each."""
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
     assert isinstance(pattern, Dilated)
     layers: list[_Layer] = []
@@ -201,13 +201,13 @@ def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tens
 
 
 def _sums_of_rows(q: Tensor, k: Tensor, weights: Tensor, pattern: Dilated) -> Tensor:
-    """Return weights @ P for every head, `(sums, heads, tokens)`, where P = exp(q kᵀ).
+    """Return weights @ P for every head, `(sums, heads, tokens)`; P is exp(q kᵀ) at the pairs of `pattern`, else 0.
 
     This is attention with keys and queries exchanged and the weights as values; each sum is the numerator of its
     softmax.
 
     Args:
-        q, k: `(tokens, heads, head_dim)`.
+        q, k: `(tokens, heads, head_dim)`, from `_Layer.read`.
         weights: `(sums, tokens)`.
     """
     heads, kv_heads = q.shape[1], k.shape[1]

@@ -60,8 +60,8 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
             names.
 
     Raises:
-        ValueError: the file is missing, damaged or truncated, holds anything other than tensors, or has no name with
-            the prefix. A tensor must be stored whole: a few stored values may not be expanded to a larger tensor.
+        ValueError: the file is missing, damaged or truncated, holds anything other than floating-point tensors and
+            scalars, or has no name with the prefix. A tensor must be stored whole, not as fewer values expanded.
 
     Examples:
         >>> from dilated_attention.models import read_checkpoint
@@ -100,8 +100,8 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
 def read_weights(source: Source, prefix: str = "") -> dict[str, Tensor]:
     """Read a checkpoint as `read_checkpoint` does, and change its names to those that the loaders know.
 
-    Strips what torch.compile and data parallelism add to names, and a prefix that all names share, as in one half of a
-    larger model.
+    Strips what torch.compile and data parallelism add to names. A prefix that all names share, as in one half of a
+    larger model, is stripped too if a known name follows it.
 
     Examples:
         >>> from dilated_attention.models import read_weights
@@ -144,8 +144,8 @@ def _read_file(path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return, without control characters, what PyTorch found in a pickle that is not a tensor, or its error's first
-    line."""
+    """Return why PyTorch refused a pickle: the global or operand that it names, or its error's first line. Colour codes
+    are removed."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     found = re.search(r"(?:GLOBAL|Unsupported class|Unsupported operand)\s+(\S+)", text)
     lines = text.splitlines()
@@ -163,8 +163,8 @@ def _some(names: Sequence[str], most: int = 8) -> str:
 
 
 class _Taken:
-    """Collect the tensors of a checkpoint, those that a model gets (by the model's names),
-    and what is wrong with them."""
+    """Hold a checkpoint's `tensors`, the `weights` taken from them, by the model's names, and the names of `missing`
+    and `misshapen` ones."""
 
     def __init__(self, source: Source, prefix: str) -> None:
         self.tensors = read_weights(source, prefix)
@@ -200,7 +200,10 @@ class _Taken:
         self.weights[f"{ours}.bias"] = self.take(f"{theirs}.bias", shape[0])
 
     def fill(self, model: Model, what: str, surplus: str) -> Model:
-        """Return the model with these weights; raise ValueError that lists all that is wrong with them."""
+        """Return the model, called `what` in errors, with these weights and in evaluation mode.
+
+        Raises a ValueError that lists missing, misshapen and surplus weights. `surplus="warn"` warns of surplus ones.
+        """
         more = sorted(self.tensors.keys() - self.names)
         if more and surplus == "warn" and not self.missing and not self.misshapen:
             warnings.warn(f"not loaded, {what} has no place for them: {_some(more)}", stacklevel=3)
@@ -228,8 +231,8 @@ def load_torchscale(
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
 ) -> LongNetAttention | LongNetEncoder | LongNetLM | LongNet:
-    """Load weights of torchscale's `DilatedAttention`, `LongNetEncoder`, `LongNetDecoder` or both halves into a new
-    model.
+    """Load weights of torchscale's `DilatedAttention`, `LongNetEncoder`, `LongNetDecoder` or an encoder-decoder of them
+    into a new model, in evaluation mode.
 
     Widths, layers, sub-LN and xPos are read from the weights. The model computes pre-norm and gelu, torchscale's
     defaults. A checkpoint with neither sub-LN nor a final norm is considered post-norm and is refused.
@@ -241,7 +244,8 @@ def load_torchscale(
         num_heads: the number of attention heads; with xPos it is read from the weights.
         architecture: the model to make; None: recognise it from the names. Names under `encoder.` and `decoder.`
             mean an encoder-decoder, embed_tokens with output_projection a decoder, other layers an encoder. For an
-            encoder that has both, give `"encoder"` and surplus=`"warn"`, since it has no place for the output.
+            encoder with embed_tokens and output_projection, give `"encoder"` and surplus=`"warn"`: the encoder has no
+            place for the projection.
         compat: `"torchscale"`: compute what torchscale computes with these weights, attended padding included. None:
             compute exact attention, with the offsets that the weights were trained with.
         norm_eps: epsilon of the model's LayerNorms.
@@ -408,7 +412,7 @@ def _recognised(tensors: Mapping[str, Tensor]) -> Architecture:
 
 
 def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
-    """Return what the weights of one attention say about its configuration."""
+    """Return the configuration that one attention's weights, named `prefix` + ..., imply; `options`: other fields."""
     weight, scale = taken.tensors.get(f"{prefix}q_proj.weight"), taken.tensors.get(f"{prefix}xpos.scale")
     if weight is None or weight.dim() != 2:
         raise ValueError(
@@ -436,7 +440,7 @@ def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options
 
 
 def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
-    """Return what the weights of a stack of layers say about its configuration."""
+    """Return the configuration that a stack's weights, named `prefix` + ..., imply; `options`: other fields."""
     config = _attention_config(taken, f"{prefix}layers.0.self_attn.", num_heads, options)
     layers = {int(m[1]) for name in taken.tensors if (m := re.match(re.escape(prefix) + r"layers\.(\d+)\.", name))}
     hidden = taken.tensors.get(f"{prefix}layers.0.ffn.fc1.weight", torch.empty(4 * config.embed_dim, 0))
@@ -460,7 +464,7 @@ def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: di
 
 
 def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> None:
-    """Take the weights of a `SelfAttention`."""
+    """Take torchscale's weights named `theirs` + ... as those of a `SelfAttention` named `ours` + ..."""
     dim, kinds = config.embed_dim, ("q", "k", "v", "out")
     found = {
         "weight": {kind: taken.take(f"{theirs}{kind}_proj.weight", dim, dim) for kind in kinds},
@@ -494,7 +498,10 @@ def _halves(x: Tensor, head_dim: int) -> Tensor:
 def _stack(
     taken: _Taken, ours: str, theirs: str, config: LongNetConfig, *, cross: bool = False, output: bool = False
 ) -> None:
-    """Take the weights of a `LongNetStack`, with cross-attention and an output projection if requested."""
+    """Take torchscale's weights named `theirs` + ... as those of a `LongNetStack` named `ours` + ...
+
+    cross: with cross-attention. output: with an output projection, if the configuration has a vocabulary.
+    """
     dim, width = config.embed_dim, config.mlp_width
     for i in range(config.num_layers):
         block, layer = f"{ours}blocks.{i}", f"{theirs}layers.{i}"

@@ -132,7 +132,7 @@ MOST, MOST_TOKENS = 1024, 1 << 48
 
 
 class _Selection:
-    """Base class of options of a module that selects. A module made on the meta device checks them."""
+    """Base class of the options of an attention module that selects its keys. Making the module checks them."""
 
     kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]]
 
@@ -214,7 +214,7 @@ class LongNetConfig(Configuration):
         dropout: dropout, in training, of what the blocks add to the residual stream.
         attention_dropout: dropout, in training, of the attention probabilities.
         selection: a `NativeSparse` or a `BlockMixture`: every layer selects the keys that it sees, and `pattern` is
-            None. Only for a `LongNetLM` without sub_ln and attention_dropout, which then cannot generate.
+            None. Only for a `LongNetLM` without sub_ln, attention_dropout and compat, which then cannot generate.
         compat: `"torchscale"`: compute attention as released checkpoints do, see `Dilated`; the pattern's offsets
             `"head"` become `"head_block"`. None: exact.
 

@@ -3,9 +3,9 @@
 A token's attention merges partial results over the rows of several buffers, whose sizes do not depend on the length of
 the text:
 
-- segments: In branch (w, r) a token at p is seen only by later tokens of its segment p // w, and only in heads h in
-  which it takes part, (p mod w) mod r == o(h). There are ceil(w / r) rows per KV head. Row (p mod w) // r holds the
-  token at p, and a new segment overwrites the last one.
+- segments: In a branch of segment length w and rate r, a token at p is seen only by later tokens of its segment
+  p // w, and only in the heads whose offset is (p mod w) mod r. There are ceil(w / r) rows per KV head. Row
+  (p mod w) // r holds the token at p, and a new segment overwrites the last one.
 - ring: In a window the token at p is seen by tokens up to p + before * rate. There are (before + 1) * rate rows, in
   which the token at p overwrites the one that has left the window; p sees the rows of its residue modulo the rate.
 - leading: The leading tokens of a window are seen by all later tokens, so each has a row. The ring holds the tokens
@@ -51,18 +51,18 @@ class _Buffer(Protocol):
         """Return the number of rows of the buffer, for texts of at most `max_len` tokens."""
 
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
-        """Return the heads in which the token at a position takes part, its row or None, and the rows it sees."""
+        """Return the heads in which the token at a position takes part, its row (None: not kept), the rows it sees."""
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
-        """Yield what the buffer holds after the first `length` tokens: some heads, a range of tokens, the first token's
-        row."""
+        """Yield what the buffer holds after the first `length` tokens, as (heads, tokens, row): these heads hold these
+        tokens in consecutive rows, the first of them in `row`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
     """Describe the buffer of a branch, which keeps the rows of the current segment.
 
-    `by_offset`: for each offset, the runs of KV heads that have it.
+    `by_offset`: for each offset, the KV heads that have it.
     """
 
     segment: int
@@ -129,14 +129,14 @@ class _Leading:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Say where the first tokens of some samples lie in the tensors of a layer.
+    """Say where the prompts of some samples lie in k and v, as a layer gets them.
 
     Attributes:
-        samples: the samples of the cache.
-        batch, start: the same samples in the tensors, and where token 0 lies there; over a mesh it may lie before
-            the shard.
-        length: the number of tokens of each sample.
-        held: the tokens [first, last) that the tensors hold.
+        samples: the indices of the samples in the cache.
+        batch: their indices in k and v.
+        start: the index of their token 0 along seq of k and v; below 0 if it lies before this rank's shard.
+        length: the number of tokens of each prompt.
+        held: the tokens [first, last) of each prompt that k and v hold.
     """
 
     samples: slice
@@ -171,7 +171,7 @@ def _buffers(config: LongNetConfig, max_len: int | None) -> list[_Buffer]:
 class _Layer:
     """Hold the cached rows of one layer: keys and values `(batch, heads, rows, head_dim)` of every buffer.
 
-    A buffer holds only the heads that it needs, counted from `first`.
+    `buffers` lists (buffer, first, keys, values): index 0 along heads is KV head `first`, the first one needed.
     """
 
     def __init__(self, cache: KeyValueCache, make: Callable[..., Tensor]) -> None:
@@ -297,7 +297,7 @@ class KeyValueCache:
             start += count
 
     def begin(self, lengths: Sequence[int], *, packed: bool = False, shard: tuple[int, int] | None = None) -> None:
-        """Prepare for the first call of the layers, with the first tokens of all samples.
+        """Prepare for the first call of the layers, with the prompts of all samples, of these lengths.
 
         The tokens come as (batch, seq); or `packed`, one sample after another; or as a `shard`, the tokens [start,
         stop) of every sample.
@@ -315,7 +315,7 @@ class KeyValueCache:
         self.origins = torch.tensor([n // 2 for n in lengths], device=self.device)[:, None]  # as in the forward
 
     def end(self, lengths: Sequence[int]) -> None:
-        """Record that the layers have been called: each sample now has this many more tokens."""
+        """Record that the layers have been called: sample i now has `lengths[i]` more tokens."""
         self.spans = None
         self.positions = [a + b for a, b in zip(self.positions, lengths, strict=True)]
 
@@ -340,8 +340,8 @@ class KeyValueCache:
         return positions
 
     def move(self, distances: Sequence[int]) -> None:
-        """Move the origin from which xPos counts the keys of each sample by `distances` tokens,
-        towards later tokens."""
+        """Move the origin from which xPos counts, for sample i by `distances[i]` tokens towards later ones, and rescale
+        the cached keys."""
         rotary = self.config.rotary
         if rotary is None or rotary.scale_base is None or not any(distances):
             return
@@ -379,9 +379,9 @@ def sample(
 
     Args:
         temperature: the sampling temperature; 0 always picks the most likely token.
-        top_k: draw from the k most likely tokens.
+        top_k: draw from the k most likely tokens, and those as likely as the last of them; None: from all.
         top_p: draw from the smallest set of most likely tokens whose probabilities sum to at least p (nucleus sampling,
-            Holtzman et al. 2020, arXiv:1904.09751), after top_k.
+            Holtzman et al. 2020, arXiv:1904.09751), after top_k; None: from all.
 
     Examples:
         >>> from dilated_attention.models import sample

@@ -26,8 +26,9 @@ from dilated_attention.plumbing import checks, dtype_of_products, from_rank, hel
 class LongNetAttention(Pretrained):
     """Compute the self-attention of one LongNet layer with its positions (see `SelfAttention`).
 
-    It computes W_o LN A(R W_q x, R W_k x, W_v x) for x `(batch, seq, embed_dim)`; the result has the same shape.
-    Only the attention settings of the configuration are used.
+    It computes W_o LN A(R W_q x, R W_k x, W_v x) for x `(batch, seq, embed_dim)`, with rotary positions R, attention A
+    and, if `sub_ln`, the LayerNorm LN; the result has the same shape. Only the attention settings of the
+    configuration are used.
 
     Examples:
         >>> from dilated_attention import Dilated
@@ -61,7 +62,10 @@ class LongNetAttention(Pretrained):
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run over `mesh`, or on one device if None. Call `parallel.set_context_parallel` instead."""
+        """Count positions over `mesh`, or on one device if None.
+
+        Call `parallel.set_context_parallel` instead, which also reaches the attention.
+        """
         self.mesh = held_mesh(mesh)
 
     def forward(
@@ -146,6 +150,7 @@ class LongNetLM(LongNetStack):
 
     Args:
         cross_attention: add cross-attention. The model is then the decoder of a `LongNet`, which gives it a source.
+        gain: the gain of MAGNETO's initialisation, see `reset_parameters`; None: the one for a model without encoder.
 
     Examples:
         >>> from dilated_attention import Dilated
@@ -243,7 +248,7 @@ class LongNetLM(LongNetStack):
         equals the gradient on one device (`cp_mean`).
 
         Raises:
-            ValueError: no token has another one before it.
+            ValueError: no sample has two tokens.
         """
         require_tokens(tokens)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
@@ -353,8 +358,8 @@ class LongNetLM(LongNetStack):
         """Return an iterator over sampled tokens that continue the prompts, one per sample at a time.
 
         Each step gives its tokens as soon as they are drawn. The prompts are read once; each further token reads the
-        cache, whose size is fixed. Over a mesh the ranks share the reading. All of them compute each further token, and
-        the first one draws it. Arguments as in `generate`.
+        cache, whose size is fixed. Over a mesh each rank reads its shard of the prompts. All ranks compute each further
+        token, and the first rank draws it. Arguments as in `generate`.
         """
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
         check_sampling(temperature, top_k, top_p)
@@ -372,9 +377,7 @@ class LongNetLM(LongNetStack):
     def generate(
         self, tokens: Int[Tensor, "batch seq"], max_new_tokens: int, **options: Any
     ) -> Int[Tensor, "batch longer"]:
-        """Return tokens, each sample followed by `max_new_tokens` sampled ones.
-
-        There are fewer if all samples draw `stop_token` before.
+        """Return tokens, each sample followed by `max_new_tokens` sampled ones, or fewer if all draw `stop_token`.
 
         Args:
             lengths: number of tokens of each prompt, if they differ; the entries after a sample's new tokens are 0.

@@ -42,8 +42,8 @@ class Pretrained(nn.Module):
         """Write `folder`/model.safetensors, config.json and SHA256SUMS, each atomically.
 
         Raises:
-            ValueError: `from_pretrained` could not read the result. The weights must be those that the configuration
-                gives, whole tensors of one floating dtype. If it raises, nothing has been written.
+            ValueError: the weights' names or shapes differ from a new model's of this configuration, a weight is a
+                DTensor, or the weights do not share one floating dtype. Nothing has then been written.
         """
         state = self.state_dict()
         try:

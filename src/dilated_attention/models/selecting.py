@@ -15,7 +15,7 @@ from dilated_attention.plumbing import Tables
 
 
 class SelectedAttention(nn.Module):
-    """Call `NativeSparseAttention` or `BlockAttentionMixture` as a block calls `SelfAttention`.
+    """Give `NativeSparseAttention` or `BlockAttentionMixture` the interface of `SelfAttention`.
 
     It is causal, and keeps no keys and values for generation. Packed samples are computed one after another.
     """
@@ -39,7 +39,7 @@ class SelectedAttention(nn.Module):
         memory: None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """Return the attention's output, shaped like x; arguments as in `SelfAttention`."""
+        """Return the attention's output, shaped like x. Arguments as in `SelfAttention`; memory is not used."""
         if not is_causal or first_only:
             raise UnsupportedError(
                 "an encoder with config.selection is not supported: attention that selects is causal"

@@ -32,7 +32,7 @@ from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, 
 
 
 def require_one_device(model: nn.Module, mesh: Any) -> None:
-    """Raise if a mesh is given, for models that embed and pool whole samples around an encoder, `model.encoder`."""
+    """Raise UnsupportedError if a mesh is given. `model` embeds and pools whole samples around `model.encoder`."""
     if mesh is not None:
         raise UnsupportedError(
             f"{type(model).__name__} with a mesh is not supported: it embeds and pools whole images or slides. "
@@ -42,7 +42,7 @@ def require_one_device(model: nn.Module, mesh: Any) -> None:
 
 
 Places = tuple[Tensor, Tensor]
-"""The position of every token, and the origin from which its xPos counts, the middle of its sample."""
+"""(positions, origins): the position of every token, and the middle of its sample, from which xPos counts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +140,7 @@ class LongNetStack(Pretrained):
                     nn.init.xavier_normal_(weight)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run this part over `mesh`.
+        """Take inputs as shards over `mesh`, or whole if None.
 
         Call `parallel.set_context_parallel` instead, which also reaches the attention of every block.
         """
@@ -180,6 +180,8 @@ class LongNetStack(Pretrained):
         the result is packed too.
 
         Args:
+            positions, seq_len: as in `LongNetEncoder.forward`.
+            cache: a new cache, which gets the keys and values of these tokens.
             first_only: return each sample's first token alone, `(batch, 1, embed_dim)`, or `(1, samples, embed_dim)`
                 for packed samples; the last block computes nothing else. Only without lengths and all_layers.
             sources: `source` and `source_mask` of cross-attention.
@@ -221,9 +223,9 @@ class LongNetStack(Pretrained):
     def _run(
         self, x: Tensor, counts: list[int] | None, places: Places | None, cu_seqlens: Tensor | None, asked: _Asked
     ) -> list[Tensor]:
-        """Return the states that `hidden` returns.
+        """Return the states that `hidden` returns, packed if x is, and fill the cache. Packed samples may run in parts.
 
-        counts, cu_seqlens: for packed samples, the tokens of each sample and where they start.
+        counts, cu_seqlens: for packed samples, the tokens of each sample and where they start; None: x is not packed.
         """
         cache, seq_len = asked.cache, asked.seq_len
         apart = counts is not None and cache is None and asked.source is None and self.mesh is None
@@ -250,7 +252,7 @@ class LongNetStack(Pretrained):
         return states
 
     def _blocks(self, x: Tensor, tables: Tables | None, cu_seqlens: Tensor | None, asked: _Asked) -> list[Tensor]:
-        """Run the blocks and the norm."""
+        """Run the blocks and the norm, and return the states that `hidden` returns."""
         dropped = None
         if self.mesh is not None and self.training and self.config.dropout:
             dropped = ShardDropout(agreed_seed(self.mesh, x.device), sequence_range(asked.seq_len or 0, self.mesh)[0])

@@ -228,7 +228,7 @@ def _sparse(
     offsets: Any,
     head_groups: bool,
 ) -> Product | BlockLayout | LayoutOfLength:
-    """Return the pattern of a layout, alone or inside dilated subsequences."""
+    """Return `layout` itself, or with segment_lengths and dilation_rates the product of a `Dilated` and `layout`."""
     if not isinstance(layout, BlockLayout) and not callable(layout):
         kind = type(layout).__name__
         raise ValueError(f"layout must be a BlockLayout or a callable, length -> BlockLayout; got {kind}")
@@ -257,7 +257,7 @@ class MultiheadDilatedAttention(nn.Module):
     a sparse tensor if True. `is_causal=True` applies the causal mask by itself, without an attn_mask. The other
     arguments are those of `DilatedAttention`.
 
-    Returns (out, weights or None). A query with no visible key gets W_o 0 + b, not NaN.
+    Returns (out, weights or None). A query with no visible key gets b, not NaN.
 
     Examples:
         >>> from dilated_attention.nn import MultiheadDilatedAttention
@@ -481,7 +481,8 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 def _boolean(name: str, mask: Tensor) -> Tensor:
-    """Return a boolean mask; nn.TransformerEncoder passes on boolean masks as 0 / -inf."""
+    """Return a floating mask of 0 and -inf, as nn.TransformerEncoder passes it, as booleans: True at -inf. Other
+    masks are returned as they are. `name`: the argument, for the error."""
     if not mask.is_floating_point():
         return mask
     ignored = mask == -torch.inf

@@ -33,15 +33,15 @@ class BlockAttentionMixture(SelectingAttention):
     Args:
         block_size: the number of tokens per block.
         top_k: the number of blocks that a query sees, including its own.
-        query_block: this many neighbouring queries share the blocks that the first of them chooses; a later query's
-            choice would depend on tokens that the first must not see. It must divide `block_size`. With 1, as in the
-            paper, each query chooses and reads its keys by itself, which is slow on a CPU.
+        query_block: this many neighbouring queries share the blocks that the first of them chooses, so that the choice
+            depends on no token that one of them must not see. It must divide `block_size`. With 1, as in the paper,
+            each query chooses and reads its keys by itself, which is slow on a CPU.
         bias: add a bias to the projections.
         backend: as in `attention`.
 
-    Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
-    continue (`SelectionCache`); it returns the shape of x. Pad shorter samples at their ends: no row sees a later one.
-    Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and there is no cache.
+    Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and as `cache` the
+    `SelectionCache` of the tokens before x; it returns the shape of x. Pad shorter samples at their ends: no row sees a
+    later one. Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and cache must be None.
 
     Examples:
         >>> from dilated_attention.nn import BlockAttentionMixture
@@ -94,14 +94,14 @@ class BlockAttentionMixture(SelectingAttention):
         return self.output(self._attend(q, k, v, layout, layout.seq_len).flatten(-2))
 
     def _chosen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean keys of a sequence's whole blocks, and the blocks that each group of `query_block` queries
-        sees."""
+        """Return the mean key of each whole block, `(batch, blocks, kv_heads, head_dim)`, and the blocks that each run
+        of `query_block` queries sees, `(batch, heads, runs, chosen)`, filled up with -1."""
         mean = self._means(k[:, : k.shape[1] // self.block_size * self.block_size])
         position = torch.arange(0, q.shape[1], self.query_block, device=q.device)
         return mean, self._choose(q[:, :: self.query_block], position, mean)
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """Return the output row of one more token."""
+        """Return the output of one more token, `(batch, 1, embed_dim)`, and add the token to the cache."""
         q, (k, v) = self._project(x, rotary)
         if cache.length % self.query_block == 0:
             position = torch.tensor([cache.length], device=x.device)
@@ -119,7 +119,7 @@ class BlockAttentionMixture(SelectingAttention):
 
     @torch.no_grad()
     def _means(self, k: Tensor) -> Tensor:
-        """Return the mean keys of all whole blocks, in at least single precision."""
+        """Return the mean key of each block of k, in at least single precision. k must consist of whole blocks."""
         dtype = torch.promote_types(k.dtype, torch.float32)
         return k.unflatten(1, (-1, self.block_size)).mean(2, dtype=dtype)
 

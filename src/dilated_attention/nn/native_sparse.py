@@ -31,8 +31,8 @@ class BlockPooling(nn.Module):
     """Pool each block of rows into one row, y_i = W_2 gelu(W_1 [x_{id}; …; x_{id + l - 1}] + b_1) + b_2, for each head.
 
     Here l is the length of a block and d the stride from one block to the next; only whole blocks give a row. W_1 has
-    separate columns for every position in the block. The paper also adds a vector to each position; that would only add
-    a constant to b_1.
+    separate columns for every position in the block. The vectors that the paper adds to the positions are left out: b_1
+    includes their effect.
     """
 
     def __init__(self, head_dim: int, length: int, stride: int, **factory: Any) -> None:
@@ -42,7 +42,7 @@ class BlockPooling(nn.Module):
         self.row = nn.Linear(head_dim, head_dim, **factory)
 
     def number(self, seq_len: int) -> int:
-        """Return the number of whole blocks in a sequence."""
+        """Return the number of whole blocks in a sequence of `seq_len` rows."""
         return max(0, (seq_len - self.length) // self.stride + 1)
 
     def forward(
@@ -51,7 +51,7 @@ class BlockPooling(nn.Module):
         return self.row(F.gelu(self.hidden(self._blocks(x))))
 
     def sums(self, x: Tensor) -> Tensor:
-        """Return W_1 [x_{id}; …; x_{id + l - 1}] for each block. Rows that other ranks hold are 0 in x."""
+        """Return W_1 [x_{id}; …; x_{id + l - 1}] for each block. Over a mesh, x is 0 at the tokens of other ranks."""
         return F.linear(self._blocks(x), self.hidden.weight)
 
     def of_sums(self, sums: Tensor) -> Tensor:
@@ -89,16 +89,16 @@ class NativeSparseAttention(SelectingAttention):
 
     Args:
         num_selected: the number of blocks that a query selects, including those that are always selected.
-        query_block: this many neighbouring queries share the blocks that the first of them selects; a later query's
-            choice would depend on tokens that the first must not see. It must divide `block_size`. With 1, as in the
-            paper, each query selects and reads its keys by itself, which is slow on a CPU.
+        query_block: this many neighbouring queries share the blocks that the first of them selects, so that the choice
+            depends on no token that one of them must not see. It must divide `block_size`. With 1, as in the paper,
+            each query selects and reads its keys by itself, which is slow on a CPU.
         pattern: the pattern of the fourth branch; None: three branches.
         bias: add a bias to the projections W_q, W_k, W_v and W_o.
         backend: as in `attention`.
 
-    Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and a `cache` that they
-    continue (`SelectionCache`); it returns the shape of x. Pad shorter samples at their ends: no row sees a later one.
-    Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and there is no cache.
+    Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and as `cache` the
+    `SelectionCache` of the tokens before x; it returns the shape of x. Pad shorter samples at their ends: no row sees a
+    later one. Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and cache must be None.
 
     Examples:
         >>> from dilated_attention.nn import NativeSparseAttention
@@ -109,7 +109,7 @@ class NativeSparseAttention(SelectingAttention):
         True
     """
 
-    unrotated = 1  # those that are pooled first
+    unrotated = 1  # the compressed branch, whose keys are pooled before they are rotated
     shown = (
         "embed_dim", "num_heads", "num_kv_heads", "compress_block", "compress_stride", "block_size", "num_selected",
         "local_blocks", "window", "query_block", "pattern", "backend",
@@ -194,7 +194,7 @@ class NativeSparseAttention(SelectingAttention):
         return self._mix(x, outs)
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """Return the output row of one more token."""
+        """Return the output of one more token, `(batch, 1, embed_dim)`, and add the token to the cache."""
         q, rows = self._project(x, rotary)
         position = cache.length
         self._remember(cache, *rows)
@@ -240,10 +240,10 @@ class NativeSparseAttention(SelectingAttention):
     def _compressed_over_mesh(
         self, k: Tensor, v: Tensor, rotary: Tables | None, edges: list[int], rank: int
     ) -> tuple[Tensor, Tensor]:
-        """Return all compressed keys and values of a sequence whose tokens [edges[i], edges[i + 1]) rank i holds.
+        """Return the compressed keys and values of the whole sequence, on every rank.
 
-        Each rank applies W_1 to its own tokens of a block, and the ranks' results are added. The rotary tables of a
-        compressed key come from the rank that holds the last token of its block.
+        Rank i holds tokens [edges[i], edges[i + 1]); `rank` is this one. Each rank applies W_1 to its own tokens of a
+        block, and the ranks' results are added. The rank with a block's last token gives the key's rotary tables.
         """
         assert self.mesh is not None
         pooling, start = self.key_pooling, edges[rank]
@@ -276,8 +276,8 @@ class NativeSparseAttention(SelectingAttention):
     def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         """Return the attention of q over the compressed keys; `start` is the position of the first query.
 
-        Every `stride` neighbouring queries see the same keys. As heads of one row they attend causally, with one more
-        key per row.
+        Every `stride` neighbouring queries see the same keys, so they are computed as heads of one row. Each row sees
+        one key more than the row before it. Queries that see no compressed key get 0.
         """
         (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.key_pooling.stride
         first = max(0, self.key_pooling.length - 1 - start)  # queries before it see no key
@@ -296,7 +296,11 @@ class NativeSparseAttention(SelectingAttention):
     # ---- the selection
 
     def _chosen(self, q: Tensor, key: Tensor, edges: list[int], start: int) -> Tensor:
-        """Return the blocks that the choosing queries of all ranks select. Each rank computes those of its queries."""
+        """Return the blocks that each choosing query selects, `(batch, kv_heads, choosing queries, blocks)`, -1: none.
+
+        Every `query_block`-th token chooses. Over a mesh, rank i holds tokens [edges[i], edges[i + 1]), this rank from
+        `start`; each rank computes its own queries' blocks, and all ranks get all of them.
+        """
         first = -start % self.query_block
         position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)
         chosen = position.new_empty(len(q), self.num_kv_heads, 0, 0)
@@ -310,10 +314,10 @@ class NativeSparseAttention(SelectingAttention):
         return gathered(chosen, 2, bounds, self.mesh, "selected blocks")
 
     def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
-        """Return how much weight these queries give to the first blocks, `(batch, kv_heads, queries, blocks)`.
+        """Return how much weight these queries give to blocks 0 … `blocks` - 1, `(batch, kv_heads, queries, blocks)`.
 
         It is the softmax over the compressed keys, summed over the query heads of a KV head. Each stride of a block
-        adds the probabilities of all compressed keys that cover it. A query without a compressed key gets 0.
+        adds the probabilities of all compressed keys that cover it. A query that sees no compressed key gets 0.
 
         Args:
             q: `(batch, queries, heads, head_dim)`.

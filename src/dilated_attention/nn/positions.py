@@ -18,10 +18,10 @@ Tables = tuple[Tensor, ...]
 def rotary_tables(
     positions: Int[Tensor, "*batch seq"], head_dim: int, base: float = 10_000.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "*batch seq 1 head_dim"], Float[Tensor, "*batch seq 1 head_dim"]]:
-    """Return the cosines and signed sines of the angles p / base^(2i / head_dim), for `rotate` (RoFormer, Su et al.
-    2021).
+    """Return the cosines and sines of the angles p / base^(2i / head_dim), for `rotate` (RoFormer, Su et al. 2021).
 
-    p is a position and i numbers the channel pairs.
+    p is a position and i numbers the channel pairs. The sines of the first head_dim / 2 channels are negated, as
+    `rotate` needs them.
 
     The angles are computed and reduced in float64: at position 2^30 a float32 angle is off by whole turns.
 
@@ -44,7 +44,7 @@ def rotary_tables(
 
 
 def rotate(x: Float[Tensor, "batch seq heads head_dim"], tables: Tables) -> Float[Tensor, "batch seq heads head_dim"]:
-    """Rotate channel pairs (i, i + head_dim / 2) of x by the angles of `rotary_tables`.
+    """Rotate channel pairs (i, i + head_dim / 2) of x by the angles of `tables`, (cos, sin) from `rotary_tables`.
 
     It computes in the wider dtype of x and the tables, and returns the dtype of x. The product of a query rotated to
     position m and a key rotated to position n depends on m - n only.
@@ -97,7 +97,7 @@ class Rotary:
         """Return the tables that rotate queries and keys to `positions`: `rotate(q, tables[:2])`, `rotate(k,
         tables[-2:])`.
 
-        `origin`: the position from which xPos counts.
+        `origin`: the position from which xPos counts; unused without xPos.
         """
         cos, sin = rotary_tables(positions, self.head_dim, self.base, dtype)
         if self.scale_base is None:

@@ -39,10 +39,10 @@ def largest_blocks(
     local: int,
     first: bool,
 ) -> Int[Tensor, "*lists queries chosen"]:
-    """Return the `number` most important blocks of each query, none after its own; -1 where it sees fewer.
+    """Return the indices of each query's `number` most important blocks up to its own; -1 where it sees fewer.
 
     Among equally important blocks the first ones are taken. The last `local` blocks up to the query's own, and with
-    `first` the first block, are taken before all others.
+    `first` block 0, are taken before all others.
 
     `own`: the block in which each query lies.
     """
@@ -57,15 +57,15 @@ def largest_blocks(
 
 
 def pieces(queries: int, scores: int) -> Iterator[slice]:
-    """Yield slices of queries. Each slice is as large as `CHUNK` allows for queries with `scores` scores each."""
+    """Yield slices that cover `queries` queries; each slice has at most `CHUNK` scores, `scores` per query."""
     step = max(1, CHUNK // max(1, scores))
     for start in range(0, queries, step):
         yield slice(start, min(start + step, queries))
 
 
 class Rows:
-    """Hold rows `(batch, tokens, ...)`, to which more can be appended. The last `keep` rows, or all rows,
-    can be read."""
+    """Hold rows `(batch, tokens, ...)`, to which more can be appended. Only the last `keep` rows can be read;
+    None: all."""
 
     def __init__(self, keep: int | None = None) -> None:
         self.keep = keep
@@ -85,14 +85,14 @@ class Rows:
         self.held = stop
 
     def of(self, samples: Tensor) -> Rows:
-        """Return the rows of some samples."""
+        """Return a copy with the samples of the batch whose indices `samples` lists, in that order."""
         found = copy(self)
         if self.buffer is not None:
             found.buffer = self.buffer[samples.to(self.buffer.device)]
         return found
 
     def last(self, number: int | None = None) -> Tensor:
-        """Return the last `number` rows, or all that are kept."""
+        """Return the last `number` rows, or all if there are fewer; None: the last `keep` rows."""
         assert self.buffer is not None
         number = self.keep if number is None else number
         rows = self.buffer[:, 0 if number is None else max(0, self.held - number) : self.held]
@@ -100,9 +100,9 @@ class Rows:
 
 
 class _State(NamedTuple):
-    """Hold what a cache contained at some length.
+    """Hold what a `SelectionCache` contained when it had `length` tokens.
 
-    Later rows are written after its own rows, or to a copy, so its rows do not change.
+    `rows` shares the cache's buffers. The cache writes later rows behind these, or to a new buffer: these stay.
     """
 
     length: int
@@ -120,7 +120,7 @@ class SelectionCache:
         length: the number of tokens so far.
         rows: the rows kept for these tokens, such as keys and values, by name.
         chosen: the blocks that the newest query sees, `(batch, lists, blocks)`, filled up with -1. There is a list per
-            head or KV head.
+            head or KV head. None before the first token.
         nbytes: the size of the rows in bytes, including memory reserved for later ones.
 
     Examples:
@@ -143,9 +143,9 @@ class SelectionCache:
         self.chosen: Tensor | None = None
 
     def used_by(self, layer: object, batch: int) -> bool:
-        """Return whether the cache already holds tokens.
+        """Return whether the cache already holds tokens. An empty cache becomes the cache of `layer`.
 
-        Raises ValueError if they belong to another layer, or to a batch of another size.
+        Raises ValueError if the tokens belong to another layer, or to a batch of another size.
         """
         if not self.length:
             self.layer, self.batch = None, batch
@@ -219,7 +219,7 @@ class SelectionCache:
 
 
 def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
-    """Return the rotary tables of some of the tokens."""
+    """Return the rotary tables of the tokens in the slice `at`; None without tables."""
     return None if rotary is None else tuple(table[..., at, :, :] for table in rotary)
 
 
@@ -228,8 +228,8 @@ class SelectingAttention(nn.Module):
 
     Attributes:
         shown: the arguments that its repr shows.
-        input: the projections to queries, and to keys and values of each branch in turn.
-        unrotated: the number of branches, counted from the first, whose keys get no positions.
+        input: the projections to queries, and to keys and values of each branch in turn. A branch is one attention.
+        unrotated: the number of branches, counted from the first, whose keys `_project` does not rotate.
         choice: the options `number`, `local` and `first` of `largest_blocks`.
     """
 
@@ -277,7 +277,7 @@ class SelectingAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
     def _edges(self, x: Tensor) -> list[int]:
-        """Return the shard edges, from 0 to the sequence length. Raises ValueError if the shards do not fit."""
+        """Return where each rank's shard begins, and the sequence's end. Raises ValueError if the shards do not fit."""
         assert self.mesh is not None
         group = context_group(self.mesh)
         return list(balanced_bounds(agreed_length(x, group, 1, self.seq_len), dist.get_world_size(group)))
@@ -299,7 +299,8 @@ class SelectingAttention(nn.Module):
                 but the caches of a model's earlier layers, whose calls returned, hold the tokens of x already.
 
         Raises:
-            ValueError: x is not `(batch, seq, embed_dim)`, or the rotary tables do not belong to its tokens.
+            ValueError: x is not `(batch, seq, embed_dim)`; the rotary tables do not fit its shape; or the cache belongs
+                to another layer or batch size, or is given over a mesh.
         """
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be (batch, seq, embed_dim={self.embed_dim}); got shape {tuple(x.shape)}")
@@ -327,7 +328,10 @@ class SelectingAttention(nn.Module):
             return torch.cat(outs, 1)
 
     def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
-        """Return the queries, and the keys and values of each branch in turn. Queries and keys are rotated."""
+        """Return the queries, and a list of keys and values: k, v of the first branch, k, v of the next.
+
+        With `rotary`, the queries are rotated, and the keys of all branches but the first `unrotated` ones.
+        """
         rows = self.input(x).unflatten(-1, (-1, self.head_dim))
         q, rest = rows[..., : self.num_heads, :], list(rows[..., self.num_heads :, :].split(self.num_kv_heads, -2))
         if rotary is not None:
@@ -342,7 +346,10 @@ class SelectingAttention(nn.Module):
         position: Int[Tensor, " queries"],
         key: Float[Tensor, "batch rows kv_heads head_dim"],
     ) -> Int[Tensor, "batch lists queries chosen"]:
-        """Return the blocks that these queries see, filled up with -1. `key` is an argument of `_importance`."""
+        """Return the blocks that these queries see, filled up with -1: the largest of `_importance`.
+
+        position: the token of each query, ascending. key: the pooled keys, see `_importance`.
+        """
         own = position // self.block_size
         blocks = int(own[-1]) + 1
         chosen = [
@@ -352,11 +359,14 @@ class SelectingAttention(nn.Module):
         return torch.cat(chosen, 2)
 
     def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
-        """Return the importance of the first blocks for these queries, (batch, lists, queries, blocks)."""
+        """Return how important key blocks 0 … `blocks` - 1 are to these queries, `(batch, lists, queries, blocks)`.
+
+        position: the token of each query. key: the pooled keys, `(batch, rows, kv_heads, head_dim)`.
+        """
         raise NotImplementedError
 
     def _layout(self, chosen: Tensor, seq_len: int) -> BlockLayout:
-        """Return the layout of the blocks that each choosing query sees, (batch, lists, queries, blocks)."""
+        """Return the causal layout in which each run of `query_block` queries sees its blocks, as `_choose` returns."""
         size = self.query_block, self.block_size
         return BlockLayout.from_topk(chosen, size, seq_len=seq_len, is_causal=True)
 
@@ -369,9 +379,9 @@ class SelectingAttention(nn.Module):
         return out
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
-        """Return the output rows of the first tokens."""
+        """Return the output of x, with which the sequence begins. Fills the cache, if given."""
         raise NotImplementedError
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """Return the output row of one more token."""
+        """Return the output of one more token, `(batch, 1, embed_dim)`, and add the token to the cache."""
         raise NotImplementedError

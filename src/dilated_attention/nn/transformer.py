@@ -43,8 +43,8 @@ class Memory(Protocol):
 class SelfAttention(nn.Module):
     """Compute W_o LN A(R W_q x, R W_k x, W_v x): self-attention with rotary positions R and grouped queries.
 
-    A is dilated attention with `pattern`, or dense attention with PyTorch's fused op if `pattern` is None. Over a mesh,
-    dense attention is computed as a pattern of one segment.
+    A is attention with `pattern`, or dense attention with PyTorch's fused op if `pattern` is None. Over a mesh, dense
+    attention is computed as a pattern of one segment. Without `sub_ln`, LN is left out.
 
     Args:
         bias: add a bias to the projections.
@@ -108,12 +108,13 @@ class SelfAttention(nn.Module):
         memory: Memory | None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch rows embed_dim"]:
-        """Return the attention's output, shaped like x.
+        """Return the attention's output, shaped like x, or with `first_only` `(batch, 1, embed_dim)`.
 
         Args:
             rotary: tables from `Rotary.tables` or `rotary_tables`; None: no positions.
             cu_seqlens, seq_len: as in `dilated_attention`.
-            first_only: return only the row of each sample's first token.
+            memory: the earlier tokens, which x continues; unused with first_only.
+            first_only: return only the row of each sample's first token, `(1, samples, embed_dim)` if packed.
         """
         attend = partial(self._attend, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
         if first_only:
@@ -176,7 +177,7 @@ def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) 
 class Source:
     """Hold the encoder states that a decoder reads, `(batch, keys, embed_dim)`.
 
-    keep: let each layer keep the keys and values that it computes from the states, for decoding.
+    keep: store the keys and values that each layer computes from the states, so that decoding computes them once.
 
     Examples:
         >>> from dilated_attention.nn import CrossAttention, Source
@@ -235,8 +236,8 @@ class CrossAttention(nn.Module):
         """Return the attention's output, shaped like x.
 
         Args:
-            mask: True where a key is seen.
-            cu_seqlens: the edges of the samples that are packed in x.
+            mask: True where a key is seen; None: all are.
+            cu_seqlens: the edges of the samples that are packed in x; sample i reads row i of the source.
         """
         q = self.input(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = source.read(self)
@@ -259,8 +260,8 @@ class CrossAttention(nn.Module):
 class ShardDropout:
     """Apply the residual stream's dropout over a mesh.
 
-    Which entries are dropped is a hash of sample, token and channel, as in attention (`backends.dropout`). So it
-    depends neither on the number of ranks nor on their random states.
+    A hash of the seed, layer, sample, token and channel decides which entries are dropped, as in attention
+    (`backends.dropout`). So any number of ranks drops the same entries.
 
     Attributes:
         seed: int64, the same on every rank.
@@ -275,7 +276,10 @@ class ShardDropout:
     def __call__(
         self, x: Float[Tensor, "batch shard embed_dim"], p: float, place: int
     ) -> Float[Tensor, "batch shard embed_dim"]:
-        """Drop entries of x with probability p. `place` distinguishes the outputs that one block adds."""
+        """Set entries of x to 0 with probability p, and divide the others by 1 - p.
+
+        place: what the block adds as x; 0: attention, 1: cross-attention, 2: MLP.
+        """
         tokens = torch.arange(self.start, self.start + x.shape[1], device=x.device)
         channels = torch.arange(x.shape[2], device=x.device)[:, None]
         words = dropout_of(p, self.seed, x.shape[0], 1, tokens, channels, _PLACES * self.layer + place)
@@ -358,7 +362,7 @@ class TransformerBlock(nn.Module):
         first_only: bool = False,
         shard_dropout: ShardDropout | None = None,
     ) -> Float[Tensor, "batch rows embed_dim"]:
-        """Return the block's output, shaped like x.
+        """Return the block's output, shaped like x, or with `first_only` only the rows of first tokens.
 
         Args:
             source, source_mask: source and mask of `CrossAttention`.

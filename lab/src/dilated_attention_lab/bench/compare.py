@@ -1,4 +1,5 @@
-"""Measure each variant of the reports in the same rounds: time, memory, error against float64, keys, score entries."""
+"""Measure each variant in docs/requirements.md ("the reports") in the same rounds: time, memory, error against float64,
+keys, score entries."""
 
 from __future__ import annotations
 
@@ -29,9 +30,10 @@ ROWS = 24
 MOST_FLOPS = 2.5e12
 """The most floating-point operations of a call: some 25 seconds on two cores."""
 PLAN = {0.10: 0.67, 0.05: 0.50, 0.02: 0.40}
-"""The bar of the reports' plan for block-sparse attention at 4,096 tokens: time over dilated baseline, by density."""
+"""The bars of "The plan" in docs/requirements.md for block-sparse attention at 4,096 tokens: the largest ratio of its
+time to a dilated variant's (BASELINES), by density."""
 PAIR = "ring of one process", "LongNet branches"
-"""The first does what the second does, and some checks."""
+"""Two variants: the first does the same work as the second, and some checks."""
 PLANNED = {f"{blocks} blocks, {density:.0%}": bar for blocks in ("local", "random") for density, bar in PLAN.items()}
 BASELINES = "LongNet branches", "head groups"
 TWO = "ring of two processes"
@@ -60,7 +62,7 @@ class Setting:
 
     @property
     def plain(self) -> bool:
-        """Return whether this is a setting in which memory and the ring of two processes are measured."""
+        """Return whether this is float32, batch 1 and not compiled. Only then is the peak memory measured."""
         return self.base.dtype == "float32" and self.base.batch == 1 and not self.compiled
 
     @property
@@ -69,7 +71,7 @@ class Setting:
 
     @property
     def has_plan(self) -> bool:
-        """Return whether the reports' plan has bars for this setting."""
+        """Return whether PLAN has bars for this setting."""
         return self.base == REPORTED and not self.compiled
 
     @property
@@ -100,7 +102,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def variants(base: Case) -> dict[str, Case]:
-    """Return the variants by the name that the table shows."""
+    """Return the variants of `base`, a case for each name that the table shows."""
 
     def of(method: Method, **more: Any) -> Case:
         return replace(base, method=method, **more)
@@ -134,7 +136,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
-    """Yield one row per variant, and the rows that have bars."""
+    """Yield one row per variant, and rows with bars: the largest error, the ratios of PLAN, the ratio of PAIR."""
     cases, refusals = variants(setting.base), {}
     calls: dict[str, Call] = {}
     for name, case in cases.items():
@@ -183,7 +185,8 @@ def _refusal(case: Case) -> str | None:
 
 
 def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> dict[str, float]:
-    """Return error, share of score entries, keys reached and peak memory of a variant, by name."""
+    """Return by name: the error against float64, the score entries divided by those of dense attention, the mean number
+    of keys that a token sees in any head and, in plain settings where it can be measured, the peak memory."""
     rows, inputs = rows_of(setting.base, ROWS), inputs_of(setting.base, device)
     out, peak = call_and_peak(call, inputs, device, warm=setting.plain)
     q, k, v = (x.cpu() for x in inputs)
@@ -211,7 +214,7 @@ def held(rows: Sequence[Record], setting: Setting) -> bool:
 
 
 def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
-    """Yield the rows of one setting among those of a file. Rows of no variant hold the branches as segment lengths."""
+    """Yield the rows of one setting among those of a file. Rows without a variant name its branches segment_lengths."""
     shared = parameters(setting, "", setting.base)
     names = ("seq_len", "batch", "heads", "head_dim", "dtype", "is_causal", "compiled")
     wanted = {name: shared[name] for name in names}
@@ -222,7 +225,8 @@ def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
 
 
 def ring_of_two(setting: Setting, device: torch.device) -> Iterator[Row]:
-    """Yield the row of a ring of two processes of one thread each, which run in separate rounds."""
+    """Yield the row of a ring of two processes of one thread each, measured in separate rounds; nothing if the setting
+    has no ring of two."""
     if not setting.has_ring_of_two:
         return
     case = variants(setting.base)["LongNet branches"]
@@ -255,9 +259,10 @@ def inputs_of(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]
 def call_and_peak(
     call: Call, inputs: tuple[Tensor, Tensor, Tensor], device: torch.device, *, warm: bool
 ) -> tuple[Tensor, int | None]:
-    """Return what the call returns, and the bytes that it took at its peak; with `warm` the peak of a second call.
+    """Return what the call returns, and the bytes that it took at its peak; with `warm` those of a second call. None if
+    the system does not say.
 
-    The first also loads operators and makes plans: 1.8 of 6.4 MiB of dense attention at 2,048 tokens.
+    The first call also loads operators and makes plans: 1.8 of 6.4 MiB of dense attention at 2,048 tokens.
     """
     outs: list[Tensor] = []
     with torch.no_grad():
@@ -283,7 +288,7 @@ def contender_of(call: Call, base: Case, device: torch.device, backward: bool) -
 
 
 def table(rows: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the headings, and the cells of one setting's rows."""
+    """Return the headings, and the cells of each row; `rows` are of one setting (`rows_at`)."""
     headings = ("variant", "forward ms", "/ dense", "+ backward", "MiB", "error", "keys", "share")
     return headings, [(_name(row), *_cells(row)) for row in rows]
 

@@ -53,7 +53,7 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, values: Sequence[float], others: Sequence[float], factor: float = 1.0) -> Spread:
-        """Return the spread of `factor` times each value over the other's value in the same round."""
+        """Return the spread of `factor` times each value, divided by the value in `others` of the same round."""
         return cls.of([factor * value / other for value, other in zip(values, others, strict=True)])
 
     def scaled(self, factor: float) -> Spread:
@@ -71,7 +71,7 @@ class Rounds:
         return Spread.of(self.seconds[name, phase])
 
     def ratio(self, name: str, other: str, phase: str = "forward", factor: float = 1.0) -> Spread:
-        """Return the spread of `factor` times the seconds of `name` over those of `other`, round by round."""
+        """Return the spread of `factor` times the seconds of `name`, divided by those of `other` in the same round."""
         return Spread.of_ratios(self.seconds[name, phase], self.seconds[other, phase], factor)
 
     @property
@@ -207,9 +207,9 @@ def peak_above_now(call: Callable[[], object], device: torch.device) -> int | No
 
 
 def forget_peak(device: torch.device) -> None:
-    """Start measuring the peak memory again. If that is impossible, the peak of making the inputs stays.
+    """Start measuring the peak memory again. If that is impossible, the peak so far stays, such as of making inputs.
 
-    Freed memory that the C library keeps is first returned to the system: its reuse by a call would not be seen.
+    Freed memory that the C library keeps is first returned to the system, so that a call that reuses it is counted.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

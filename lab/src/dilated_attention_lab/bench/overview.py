@@ -146,7 +146,7 @@ PLAIN = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2
 
 
 def length(results: Path) -> list[Panel]:
-    """Chart the time of a forward over the length."""
+    """Chart the time of a forward by sequence length."""
     path, series = results / ZEN4 / "compare.jsonl", []
     for label, variant in {
         "dense": "dense",
@@ -161,7 +161,7 @@ def length(results: Path) -> list[Panel]:
 
 
 def shares(results: Path) -> list[Panel]:
-    """Chart the time over dense attention against the share of its score entries."""
+    """Chart the time as a ratio to dense attention's, by the share of dense attention's score entries."""
     rows = _rows(results / ZEN4 / "compare.jsonl", "compare", seq_len=4096, **PLAIN)
     series = []
     for label, kinds in {
@@ -177,7 +177,7 @@ def shares(results: Path) -> list[Panel]:
 
 
 def windows(results: Path) -> list[Panel]:
-    """Chart the time of a window per visible key, over dense attention's time per key."""
+    """Chart a window's time per visible key as a ratio to dense attention's time per visible key."""
     series = []
     for dtype in ("float32", "bfloat16"):
         for phase in ("forward", "forward+backward"):
@@ -189,7 +189,8 @@ def windows(results: Path) -> list[Panel]:
 
 
 def transformers(results: Path) -> list[Panel]:
-    """Chart the time of transformers models with their own windows, over `sdpa`."""
+    """Chart the time of transformers models that keep their own windows, with this library's attention, as a ratio to
+    `sdpa` (gpt-oss: to `eager`)."""
     series = []
     for phase in ("forward", "forward+backward"):
         rows = _rows(results / ZEN4 / "transformers.jsonl", f"{phase}: time over")
@@ -202,7 +203,7 @@ def transformers(results: Path) -> list[Panel]:
 
 
 def blocks(results: Path) -> list[Panel]:
-    """Chart the time of block layouts over dense attention, by density."""
+    """Chart the time of block layouts as a ratio to dense attention's, by density."""
     series = []
     for kind in ("local", "random", "dilated"):
         rows = _rows(
@@ -218,7 +219,8 @@ def blocks(results: Path) -> list[Panel]:
 
 
 def dense(results: Path) -> list[Panel]:
-    """Chart the C++ kernels over PyTorch's call: for dense attention, and for a dilated pattern's score entries."""
+    """Chart the C++ kernels' time as a ratio to PyTorch's: in dense attention, and for a dilated pattern to dense calls
+    of the same score entries."""
     dilated = {"seq_len": 8192, "segment_lengths": [2048, 4096, 8192]}
     return [
         _by_machine(results, "forward+backward: time over dense", "dense", seq_len=8192, dilation_rates=[1], heads=4),
@@ -227,7 +229,7 @@ def dense(results: Path) -> list[Panel]:
 
 
 def _by_machine(results: Path, name: str, label: str, **wanted: Any) -> Panel:
-    """Return a panel with one figure of the C++ kernels on every machine, in two dtypes."""
+    """Return a panel with the figure called `name` on every machine, in two dtypes. `label`: for the axis."""
     series = []
     for dtype in ("float32", "bfloat16"):
         values: dict[str, float] = {}
@@ -239,7 +241,7 @@ def _by_machine(results: Path, name: str, label: str, **wanted: Any) -> Panel:
 
 
 def selected(results: Path) -> list[Panel]:
-    """Chart the time of modules that select their keys, over a dense module."""
+    """Chart the time of modules that select their keys as a ratio to a dense module's."""
     series = []
     for module in ("native sparse attention", "mixture of blocks"):
         rows = _rows(results / EPYC / "selected.jsonl", f"{module}, forward+backward: time over dense")
@@ -249,7 +251,7 @@ def selected(results: Path) -> list[Panel]:
 
 
 def decoding(results: Path) -> list[Panel]:
-    """Chart the time and the cache size of one new token, by its position."""
+    """Chart the time of one new token and the size of the cache, by the token's position."""
     panels = []
     for name, label, unit in (("time a token", "ms per new token", 1.0), ("bytes of the cache", "cache, MB", 1e-6)):
         series = []
@@ -284,7 +286,7 @@ def peers(results: Path) -> list[Panel]:
 
 
 def recall(results: Path) -> list[Panel]:
-    """Chart the share of right answers about facts, by their distance."""
+    """Chart the share of right answers about a fact, by its distance from the question."""
     series = []
     for method, label in (("dilated", "dilated"), ("window", "window of equal cost")):
         rows = _rows(results / XEON / "quality.jsonl", "recall", method=method, seq_len=262144)

@@ -73,7 +73,7 @@ class Profile:
         stages: longest first.
         milliseconds: time of the whole call under the profiler, which itself takes time for every operator.
         peak_bytes: most that was allocated at once, above what was before.
-        allocations, allocated_bytes: number and sum, freed ones included.
+        allocations, allocated_bytes: number and bytes of all allocations, freed ones included.
         copies: calls of `aten::copy_`.
         launches: kernels launched on a GPU.
         idle_milliseconds: idle time of the GPU from the first kernel's start to the last one's end; None without a GPU.

@@ -1,4 +1,4 @@
-"""Measure with several real processes: run under torchrun by the suite `parallel`; rank 0 prints JSON."""
+"""Measure with several real processes under torchrun, for the suite `parallel` and `compare`; rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[s
     Raises RuntimeError if a process fails.
 
     Args:
-        limit: a command in front of theirs, that gives them a slower network.
+        mode: a key of `_MODES`.
+        limit: a command to start the processes with, which gives them a slower network (`limited`).
     """
     place = f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # elsewhere it has another name
@@ -69,7 +70,8 @@ def limit_refusal() -> str | None:
 
 
 def _interleave(contenders: Mapping[str, Callable[[], float | None]], rounds: int) -> Samples:
-    """Return every contender's seconds in every round, on the slowest rank. It may return its seconds itself."""
+    """Return every contender's seconds in every round, on the slowest rank. A number that a contender returns replaces
+    its measured seconds."""
     names = list(contenders)
     samples: Samples = {name: [] for name in names}
     for i in range(rounds + 1):  # the first is a warm-up
@@ -104,7 +106,7 @@ def _tensors(case: Case) -> list[torch.Tensor]:
 
 
 def _scaling(case: Case, rounds: int) -> dict[str, Any]:
-    """Time a forward and backward of the same sequence on rank 0 alone, and on all ranks."""
+    """Time a forward and backward of the same sequence on rank 0 alone, on all ranks, and on all without waiting."""
     mesh, tensors = dist.group.WORLD, _tensors(case)
     assert mesh is not None
     alone = _training_step(case, tensors, None)

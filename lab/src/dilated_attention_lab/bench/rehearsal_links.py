@@ -12,7 +12,7 @@ from dilated_attention.plumbing import Framing, Link, Transfer
 
 
 class RehearsalLink(Link):
-    """Count the transfers of a rank whose peers do not exist. They take no time, and normals arrive.
+    """Count the transfers of a rank whose peers do not exist. They take no time, and fill buffers with random normals.
 
     Attributes:
         filled: seconds of CPU time spent drawing the normals, which no real rank spends.

@@ -58,7 +58,7 @@ def write(results: Path, folder: Path) -> Iterator[Path]:
 
 
 def _split(path: Path, rows: list[Record]) -> list[str]:
-    """Return the pages of one file: an introduction and its tables, LONGEST words each at most where tables allow."""
+    """Return the pages of one file: an introduction and its tables. A page has at most LONGEST words, or one table."""
     title = f"# {path.stem}, {rows[0]['environment']['device']}"
     pages: list[list[str]] = [[]]
     for text in [title, *_tables(path, rows)]:
@@ -95,7 +95,7 @@ def _environment(rows: list[Record]) -> str:
 
 
 def _by_case(rows: list[Record]) -> Iterator[str]:
-    """Yield one table for all cases that have the same figures; cases that stand alone share the last one."""
+    """Yield a table for each set of cases that have the same figures, then one for all cases that are alone in this."""
     cases: dict[Case, dict[str, Record]] = {}
     for row in rows:
         cases.setdefault(_case(row["parameters"]), {})[row["name"]] = row
@@ -129,7 +129,7 @@ def _grouped(names: Sequence[str], group: Mapping[Case, Mapping[str, Record]]) -
 
 
 def _compared(rows: list[Record]) -> Iterator[str]:
-    """Yield, for each setting of `compare`, the times over dense attention by length, and one setting in full."""
+    """Yield for each setting of `compare` the times as ratios to dense attention's, by length; then one in full."""
     settings: dict[Case, dict[str, dict[int, Record]]] = {}
     for row in rows:
         given = {name: row["parameters"][name] for name in ("dtype", "batch", "compiled", "branches")}
@@ -214,7 +214,7 @@ def _machines(files: Mapping[Path, list[Record]]) -> Iterator[str]:
 
 
 def _summary(path: Path, rows: list[Record]) -> list[str]:
-    """Return the line of one file."""
+    """Return the cells of one file's line in the table of its machine."""
     empty = sum(row["value"] is None for row in rows)
     newest = max(rows, key=lambda row: row["date"])
     judged = [row for row in rows if row["value"] is not None and "met" in row]

@@ -36,7 +36,7 @@ class Row:
         unit: `x` for a ratio, else `s`, `bytes`, `GFLOP/s`, `calls`, ...
         bar: what the value may not exceed.
         spread: quantiles of the value.
-        over: the ratio of the value to those of others in the same rounds, by their names.
+        over: the ratios of this contender's time to other contenders' in the same rounds, by their names.
         times: quantiles of the seconds that it comes from, by contender and phase.
         rates: GFLOP/s of useful work, and of the matrix product in the same run.
         figures: what else is known of the same case, by name.

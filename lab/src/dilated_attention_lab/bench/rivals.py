@@ -41,7 +41,10 @@ def flex(layout: BlockLayout) -> Call:
 
 
 def block_mask(layout: BlockLayout) -> BlockMask:
-    """Return a mask with a layout's whole blocks. Compiled FlexAttention on CPU needs lists as wide as the sequence."""
+    """Return a layout as a BlockMask. Only the diagonal blocks of a causal layout are masked inside.
+
+    Its lists are as wide as the sequence has blocks, which compiled FlexAttention needs on CPU.
+    """
     active = layout.dense_blocks()
     diagonal = torch.eye(layout.query_blocks, dtype=torch.bool) & layout.is_causal
 

@@ -1,4 +1,6 @@
-"""Run the real code of one rank of a large world on PyTorch's fake process group, where normals arrive at once.
+"""Run the real code of one rank of a large world on PyTorch's fake process group, which moves nothing.
+
+Each receive ends at once and fills its buffer with random normals (`RehearsalLink`).
 
 Three kinds of figures come out, and are labelled as such everywhere:
 
@@ -88,8 +90,8 @@ class World:
     def others(self) -> dict[str, tuple[int, int]]:
         """Return (bytes, messages) that a rank receives in a forward, by scheme; modelled, by closed formulas.
 
-        `dense ring`: every other rank's keys and values (Liu et al., arXiv:2310.01889). `all-gather`: the rows of each
-        branch among the ranks of a segment. `official LongNet`: the same over the whole world, as torchscale does.
+        `dense ring`: every other rank's keys and values (Liu et al., arXiv:2310.01889). `all-gather`: each
+        branch's rows, gathered by the ranks of a segment. `official LongNet`: by all ranks, as in torchscale.
         """
         shard, row = self.seq_len // self.ranks, self.row_bytes
         gathered = messages = official = 0
@@ -125,7 +127,8 @@ class Rehearsal:
         transport: the transport that served the call.
         forward, backward: measured seconds of compute, one per round.
         sent, received, messages, rounds: counted in the forward; returned: bytes sent in the backward.
-        peak_bytes: measured: what the call added to its inputs; None if the system does not say.
+        peak_bytes: measured: what the call added to its inputs; None if the system does not say, or if several worlds
+            ran in one process.
     """
 
     world: World
@@ -168,7 +171,7 @@ def world_sizes(least: int, most: int) -> list[int]:
 
 
 def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
-    """Yield the figures of a world, each named by its kind."""
+    """Yield the figures of a world; each name begins with its kind: measured, counted or modelled."""
     parameters = asdict(found.world) | {"transport": found.transport}
     figures: list[tuple[str, float | None, str]] = [
         ("measured: forward", found.forward[0], "s"),
@@ -190,7 +193,7 @@ def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
 
 
 def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
-    """Run the worlds in turns, `rounds` times, in one new process of one thread."""
+    """Run the worlds in turns, `rounds` times, in one new process of one thread; return what each of them did."""
     request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
     answer = in_new_process(__name__, request)
     return [Rehearsal(World(**found.pop("world")), **found) for found in answer]

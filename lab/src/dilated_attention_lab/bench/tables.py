@@ -3,7 +3,7 @@
     <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name="time over dense calls" -->
     <!-- end of results -->
 
-becomes a table of the rows of that file whose name contains the words and whose parameters are as asked
+becomes a table of the rows of that file whose name contains these words and whose parameters have the given values
 (`seq_len=8192`); on one line with text in between, it becomes the value of the one row that fits:
 
     <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name=memory seq_len=8192 -->1.50 x<!-- end of results -->
@@ -136,7 +136,7 @@ def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def variants(rows: list[Record]) -> str:
-    """Return Markdown: the variants of `compare`, with what it knows about each."""
+    """Return Markdown: the table that `compare` prints for these rows, one line per variant."""
     return markdown(*compare.table(rows))
 
 
@@ -151,7 +151,7 @@ def value(row: Record) -> str:
 
 
 def describe(parameters: Mapping[str, Any]) -> str:
-    """Return a case in words, as far as they distinguish it from the others of its suite."""
+    """Return in words the parameters that distinguish a case from the others of its suite."""
     words = [f"{parameters['seq_len']:,} tokens", f"{parameters['heads']} heads"]
     if ranks := parameters.get("ranks"):
         words.append(f"{ranks:,} ranks")

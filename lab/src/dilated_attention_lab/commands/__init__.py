@@ -146,8 +146,8 @@ def _in_a_line(command: str, error: ValueError | OSError) -> str:
 def in_options(command: str, message: str) -> str:
     """Return an error of the library with its arguments replaced by the options of a command.
 
-    The library writes `name=value` for an argument and its value, and begins with the name where it says what that must
-    be. An error about the fields of a JSON file stays as it is.
+    The library writes `name=value` for an argument and its value. An error that says what an argument must be begins
+    with its name. An error about the fields of a JSON file stays as it is.
     """
     if not command or ".json: " in message:
         return message

@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:
-    """Train; with several processes, each of them runs this."""
+    """Train, and return the exit code. With several processes, each of them runs this."""
     given = vars(options)
     model: dict[str, Any] = {
         name: given[name] for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads") if name in given
@@ -188,7 +188,7 @@ def _connect(
 
 
 def _onwards(out: Path) -> str:
-    """Return what to do after a rank was lost."""
+    """Return, for an error message, how to continue the run in `out`."""
     if session.saved(out):
         return f"--resume continues {out}"
     return f"nothing is saved in {out} yet: start again"

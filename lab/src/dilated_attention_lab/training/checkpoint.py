@@ -218,7 +218,7 @@ def _remove(folder: Path, numbers: list[int]) -> None:
 
 @contextmanager
 def _together(peers: Peers, path: Path) -> Iterator[None]:
-    """Raise an error on every rank if one fails, in the `with` block, to write or to read what another has written."""
+    """Raise an error on every rank if the `with` block raises an OSError or ValueError on one of them."""
     found: OSError | ValueError | None = None
     try:
         yield
@@ -259,7 +259,7 @@ def newest(folder: Path, peers: Peers) -> Checkpoint:
 
 
 def _damage(path: Path, peers: Peers) -> str | None:
-    """Return a damaged file of a checkpoint and what is wrong, or None. Each rank checks a part of the files."""
+    """Return a damaged file of a checkpoint and what is wrong; None if all are whole. Each rank checks some files."""
     names, found, error = [storage.SUMS], 0, ""
     try:
         digests = storage.read_digests(path)

@@ -45,8 +45,8 @@ class Demo:
     """Hold what the demo found, one line of `figures.jsonl`.
 
     Attributes:
-        window, window_reach: tokens that a row sees, and how far back the last row reaches through all layers.
-        window_cost: the window's score entries over those of dilated attention.
+        window, window_reach: tokens of the local window, and how far back the last token reaches through all layers.
+        window_cost: the window's score entries divided by those of dilated attention.
         near, far: share of right answers by model where the fact is within the window's reach, and where it is beyond.
         by_distance: share of right answers by model and distance.
         lessons: optimizer steps by sequence length, the same for both models.
@@ -71,7 +71,7 @@ class Demo:
 
 
 def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int, device: torch.device) -> int:
-    """Run both parts, print and save what they found: figures.jsonl, demo.png. Returns the exit code, 0.
+    """Run recall and training on text, print and save what they found: figures.jsonl, demo.png. Returns 0.
 
     Args:
         tokens: length of the sequence with the fact. seconds: time of training on text.
@@ -131,7 +131,8 @@ def _recall(console: Console, tokens: int, seed: int, device: torch.device) -> d
 
 
 def _learn(console: Console, models: Mapping[str, LongNetLM], tokens: int, seed: int) -> dict[int, int]:
-    """Train the dilated model until it answers, the other with as many steps of each length. Returns the steps."""
+    """Train the dilated model until it answers, the other with as many steps of each length. Returns the steps by
+    sequence length."""
     steps: dict[int, int] = {}
     for name, model in models.items():
         generator, limit = torch.Generator().manual_seed(seed), dict(steps) or recall.MOST_STEPS
@@ -147,7 +148,7 @@ def _learn(console: Console, models: Mapping[str, LongNetLM], tokens: int, seed:
 
 
 def _step_seconds(console: Console, dilated: LongNetLM, tokens: int, device: torch.device) -> dict[str, float]:
-    """Return the seconds of a step of the dilated model and of the same with dense attention; the least of a few."""
+    """Return the seconds of a forward and backward, "dilated" and "dense" by name, the least of a few runs each."""
     dense = LongNetLM(recall.config(None)).to(device)
     pair = [x.to(device) for x in recall.draw(1, tokens, torch.Generator().manual_seed(0))]
     found = {}

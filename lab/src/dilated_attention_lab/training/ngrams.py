@@ -27,8 +27,8 @@ MOST_ORDER = 6
 class _Counts:
     """Hold the counts of one order.
 
-    These are sorted n-grams and how often each was seen; sorted contexts, how often each was seen, and how many
-    different bytes followed it.
+    These are the sorted n-grams (`grams`) and how often each was `seen`; the sorted `contexts`, how often each was seen
+    (`totals`), and how many different bytes followed it (`kinds`).
     """
 
     grams: Numbers
@@ -41,7 +41,8 @@ class _Counts:
 class NgramTable:
     """Estimate P(byte | the `order` bytes before), interpolated down to order 0 and to 1 / 256 (Witten and Bell 1991):
 
-    P_n = (count + kinds P_(n-1)) / (total + kinds), where `kinds` is how many bytes were seen after this context.
+    P_n = (count + kinds P_(n-1)) / (total + kinds), where `total` bytes were seen after this context, `count` times
+    this byte and `kinds` different ones.
 
     Args:
         texts: the bytes to count, in stretches; no n-gram crosses from one to the next.
@@ -67,7 +68,7 @@ class NgramTable:
 
 
 def _grams(text: Numbers, order: int) -> Numbers:
-    """Return, for each byte except the first `order`, the n-gram that ends there, as one integer."""
+    """Return, for each byte except the first `order`, that byte and the `order` bytes before it, as one integer."""
     grams: Numbers = np.zeros(max(len(text) - order, 0), dtype=np.int64)
     for i in range(order + 1):
         grams = grams << 8 | text[i : i + len(grams)]
@@ -128,7 +129,7 @@ class NgramLM(LongNetLM):
 
 
 def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tensor, "batch seq"]:
-    """Return a table row for the `size` bytes that end at each token; bytes before the first count as zeros."""
+    """Return a table row for the `size` bytes that end at each token; before the first byte, nothing is hashed."""
     mixed = torch.zeros_like(tokens)
     for back in range(size):
         mixed[:, back:] = mixed[:, back:] + (tokens[:, : tokens.shape[1] - back] + 1) * 257**back
@@ -143,7 +144,7 @@ def learn(
     A third of the training goes to short pieces of text, several per step, the rest to whole windows.
 
     Args:
-        progress: the share done, given the number of steps; training ends after the step that reaches 1.
+        progress: maps the number of steps to the fraction of the training done; it ends after the step that reaches 1.
     """
     device = next(model.parameters()).device
     dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]

@@ -128,7 +128,7 @@ class Ranks:
         return {"data": self.data, "context": self.mesh["context"].size()}
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return a sharded tensor's whole, on every rank."""
+        """Return a sharded tensor whole, on every rank; other tensors as they are."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def piece(self, tensor: Tensor) -> Piece:

@@ -1,4 +1,7 @@
-"""Train recall of a fact anywhere in a sequence, asked at its end; compare with a model with a local window."""
+"""Train models to recall a fact from anywhere in a sequence, one with dilated attention and one with a local window.
+
+The last token is the question: the model answers with the fact.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,11 @@ MOST_STEPS = {128: 400, 512: 300, 2048: 60}
 
 
 def pattern(tokens: int) -> Dilated:
-    """Return three branches in which each 128th token takes part, so that two layers reach every token.
+    """Return three branches (rates 1, 16, 128) in which every head takes the last residue: tokens 127, 255, … take part
+    in all branches. `tokens` should be a multiple of 128.
 
-    In the first layer such a token sees its segment of 128; in the second the question, the last token of all, sees
-    every such token. With offsets by head, the question would see far keys only in the head that serves its residue.
+    In layer 1 each of these tokens sees its segment of 128; in layer 2 the last token, the question, sees all of them.
+    So two layers reach every token. All heads have the same offsets, so the question sees far keys in every head.
     """
     rates = (1, 16, SEGMENT)
     offsets = tuple((rate - 1,) * HEADS for rate in rates)
@@ -43,7 +47,7 @@ def pattern(tokens: int) -> Dilated:
 def config(pattern: Dilated | None) -> LongNetConfig:
     """Return a configuration without positions.
 
-    What matters is what a token is, and a sequence may be longer than those in training.
+    The answer depends on which tokens occur, not where, and a sequence may be longer than those in training.
     """
     return LongNetConfig(
         vocab_size=VALUES + 1 + FILLERS,
@@ -94,7 +98,7 @@ def window_entries(tokens: int, window: int) -> int:
 
 
 def window_reach(tokens: int, window: int) -> int:
-    """Return how far back the last token reaches through all layers."""
+    """Return how many tokens back the last token reaches through all layers of the window's blocks."""
     layout, at = BlockLayout.local(tokens, window, WINDOW_BLOCK, is_causal=True), tokens - 1
     for _ in range(LAYERS):
         row = at // WINDOW_BLOCK

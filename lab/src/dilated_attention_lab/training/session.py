@@ -63,7 +63,7 @@ def start(
     replace, unless `overwrite`.
 
     Args:
-        options: what `chosen_options` of a later process finds.
+        options: the options to store, for `chosen_options` of a process that resumes the run.
     """
     if saved(out) and not overwrite:
         raise ValueError(f"{_checkpoint(out)} exists: give --resume to continue it, --overwrite, or another --out")
@@ -161,8 +161,8 @@ def _agree(ranks: Ranks | None, config: LongNetConfig, recipe: Recipe, text: Tex
 
 
 def chosen_options(out: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run that are in neither its model nor its recipe: those given, else those that the run in
-    `out` has stored, else the defaults."""
+    """Return the options named in `OPTIONS`: each as `given`; if that is None, as the run in `out` has stored it, else
+    its default."""
     before: dict[str, Any] = {}
     if out is not None and (path := out / "options.json").exists():
         try:
@@ -223,7 +223,7 @@ def run(
 
 
 def forecast(training: Training) -> str:
-    """Return what is about to be trained, and how often it will read its text."""
+    """Return a text that says what is about to be trained, and how often it will read its training text."""
     recipe, split = training.recipe, training.split
     text = int((split.choices + recipe.context).sum())
     epochs = recipe.steps * recipe.batch_size * recipe.context / text
@@ -337,7 +337,7 @@ def _steps(training: Training, console: Console) -> Iterator[int]:
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM in the yielded list, so that the current step ends. A second one kills as usual."""
+    """Note SIGINT and SIGTERM in the yielded list, so that the current step can end. A second one kills as usual."""
     received: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:

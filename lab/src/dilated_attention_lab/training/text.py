@@ -64,7 +64,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Hold a split. Training spans begin at `starts`, with `choices` windows each, none of which touches `held_out`."""
+    """Hold a text split into training spans and held-out windows. Span i begins at `starts[i]` and has `choices[i]`
+    windows, overlapping ones included, none of which touches `held_out`."""
 
     content: UInt8[Tensor, " bytes"]
     context: int

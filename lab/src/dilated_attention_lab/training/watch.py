@@ -57,7 +57,7 @@ class Watch:
 
     @classmethod
     def join(cls, timeout: float) -> Watch:
-        """Return the watch of a process that has the environment variables of torchrun."""
+        """Return this process's watch, from torchrun's environment variables. Raises if the store does not answer."""
         wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if absent := [name for name in wanted if name not in os.environ]:
             raise ValueError(f"the environment lacks {', '.join(absent)}; run under torchrun")
@@ -118,13 +118,17 @@ class Watch:
                 raise ContextParallelError(f"{self}: {presence.named(ranks)} never came, {why}")
 
     def start(self, on_lost: Callable[[str], object]) -> None:
-        """Start the thread that beats and watches. It calls `on_lost`, to end the process, with what to print."""
+        """Start the thread that beats and watches. If a rank is lost, it calls `on_lost` with the line to print.
+
+        `on_lost` must end the process.
+        """
         self._thread = threading.Thread(target=self._run, args=(on_lost,), daemon=True)
         self._thread.start()
         presence.set_witness(self.verdict)
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Compare facts over all ranks. Each raises a ValueError that says which ranks differ and how, or refuse."""
+        """Raise a ValueError on every rank if the ranks' facts differ, or if a rank left with a problem instead. The
+        message names these ranks."""
         text = json.dumps({name: str(value) for name, value in facts.items()})
         found = self._exchange(text)
         refused = [(rank, each["refused"]) for rank, each in enumerate(found) if "refused" in each]
@@ -134,7 +138,7 @@ class Watch:
             raise ValueError(f"the ranks were started differently: {presence.differences(found)}")
 
     def _exchange(self, text: str) -> list[dict[str, str]]:
-        """Return every rank's text of this round, read as JSON. Equal texts are read once, by digest; no pickles."""
+        """Return every rank's text of this call, read as JSON. Equal texts are read once, by digest; no pickles."""
         here, self._rounds = f"facts/{self._rounds}", self._rounds + 1
         self._publish(here, text)
         keys = [f"{here}/digest/{rank}" for rank in range(self.size)]
@@ -151,8 +155,8 @@ class Watch:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn the failure of any collective inside into one ContextParallelError that names the lost ranks, and
-        `place`, where it happened. Enter it only once."""
+        """Turn a RuntimeError in the `with` block into a ContextParallelError that names `place` and the lost ranks.
+        If none is lost, an error that no collective raised stays as it is. Enter it only once."""
         try:
             yield
         except RuntimeError as error:
@@ -166,7 +170,7 @@ class Watch:
             raise
 
     def verdict(self) -> str:
-        """Return a sentence naming the lost ranks, or an empty string if every rank still responds.
+        """Return a sentence naming the ranks that are lost or left with a problem, or an empty string.
 
         Call it after a failure.
         """
@@ -177,8 +181,9 @@ class Watch:
             return self._verdict
 
     def leave(self, problem: str | None = None) -> None:
-        """Stop watching. With a problem, pass it to the other ranks, and wait a few seconds until they leave, too:
-        torchrun ends all processes as soon as one has failed, and each should first print why."""
+        """Stop watching. With a problem, pass it to the other ranks and wait until they leave with one, too: torchrun
+        ends all processes as soon as one has failed, and each should first print why. Rank 0, if it hosts the store,
+        also waits until all others are gone. No wait is longer than GRACE_SECONDS + 2."""
         presence.set_witness(None)
         self._left.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -230,8 +235,8 @@ class Watch:
         self._store.set(self._keys[self.rank], str(self._beats))
 
     def _judge(self) -> tuple[str, int]:
-        """Return the verdict and the number of silent ranks. The verdict is what another rank has written, or names the
-        ranks that write no beat within `GRACE_SECONDS`."""
+        """Return the verdict, "" if there is none, and the number of silent ranks. The verdict is what another rank has
+        written, or names the ranks that write no beat within `GRACE_SECONDS` and those that left with a problem."""
         before, deadline = self._store.multi_get(self._keys), time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and not self._store.check(["verdict"]):
             self._beat()

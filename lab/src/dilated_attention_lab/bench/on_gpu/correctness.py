@@ -39,7 +39,7 @@ def _largest_error(name: str, parameters: dict[str, Any], errors: dict[str, floa
 def as_timed(case: Case, label: str) -> Check:
     """Return a check of a case, shortened to at most 2,048 tokens for the oracle. It launches the same kernels.
 
-    Tiles are full and need no mask, all branches share a launch, and no gradient of lse is asked for.
+    As in the timed call, tiles are full and need no mask, all branches share a launch, and lse gets no gradient.
     """
     few = min(case.seq_len, 2048)
     longest = max(case.segment_lengths, default=few)
@@ -62,7 +62,7 @@ def wide(check: Check, device: torch.device) -> Iterator[Row]:
 
 
 def elsewhere(device: torch.device) -> Iterator[Row]:
-    """Check a plan of context parallelism, a local branch and keys that other ranks sent, against native in float64."""
+    """Check a plan as in context parallelism (a local branch, keys from other ranks) against native in float64."""
     local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, high=0, first=True)
     received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1)
     aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, high=0)
@@ -121,7 +121,7 @@ def graph_of(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
 
 
 def far_rows(device: torch.device) -> Iterator[Row]:
-    """Check the last segments of more than 2^31 elements, which see nothing else, against a call on them alone."""
+    """Check that the last segments of more than 2^31 elements get the same numbers as in a call on them alone."""
     last = max(PAPER.segment_lengths)
     far = replace(PAPER, seq_len=2**31 // (PAPER.heads * PAPER.head_dim) + last)
     yield from last_rows(far, last, device)

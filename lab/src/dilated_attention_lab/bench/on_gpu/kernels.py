@@ -69,7 +69,7 @@ def compiled(kernel: Kernel, case: Case, device: torch.device) -> Iterator[Row]:
 
 
 def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    """Yield what to enter in configurations.py: the time of a whole call in which only this kernel differs."""
+    """Yield the time of a whole call with each tile shape of this kernel; the fastest goes into configurations.py."""
     contenders, refused = tiled(kernel, case, device)
     phase, (shipped, *_) = "forward" if kernel == "forward" else "forward+backward", contenders
     rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))

@@ -23,7 +23,7 @@ from dilated_attention_lab.bench.suites import rates
 
 RATES = {("forward", 128, False): 0.58, ("forward", 64, False): 0.46, ("forward", 128, True): 0.52,
          ("forward", 64, True): 0.42, ("backward", 128, False): 0.42, ("backward", 64, False): 0.38}  # fmt: skip
-"""Bars: useful work over the matrix rate of the same rounds, by phase, head_dim and causality."""
+"""Bars: the rate of useful work divided by the matrix product's in the same rounds, by phase, head_dim, causality."""
 SPEED_UPS = {0.10: 7.0, 0.05: 13.0, 0.02: 25.0}
 """Bars: block-sparse forward over the fastest dense kernel at 32,768 tokens, by density."""
 SHORT = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -173,6 +173,7 @@ def against(
     """Compare the forward time of each contender in `ours` with the fastest of `rivals`, which rows call `title`.
 
     Args:
+        bars: the largest allowed ratio of each contender in `ours`.
         work: useful floating-point operations of each contender.
         most: the largest number of rounds.
     """
@@ -195,7 +196,8 @@ def against(
 
 
 def threshold(device: torch.device, budget: float, case: Case = SMALL, lengths: Sequence[int] = SHORT) -> Iterator[Row]:
-    """Find the least work for which triton is faster than native, in the forward and with the backward."""
+    """Find the least work (score entries x head_dim) from which triton is as fast as native at all lengths measured, in
+    the forward and with the backward."""
     faster: list[tuple[int, bool]] = []
     for length in lengths:
         case = replace(case, seq_len=length)

@@ -14,7 +14,7 @@ from dilated_attention_lab.bench.measure import MATMUL, UNTOLD, Rounds, Spread
 from dilated_attention_lab.bench.results import Row
 
 LONGNET = Case(method="dilated", seq_len=8192, segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4))
-"""The configuration that the figures of the foundation are stated for."""
+"""The configuration for which the bars of `bench foundation` are set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, f
 def over(
     rounds: Rounds, name: str, other: str, phase: str, parameters: Mapping[str, Any], title: str = "", **more: Any
 ) -> Row:
-    """Return a row with the time of a contender over another's."""
+    """Return a row with the time of contender `name` divided by the time of `other`, in one phase."""
     times = {key: rounds.spread(key, phase) for key in (name, other)}
     title = title or f"{phase}: time over {other}"
     return Row.of(title, dict(parameters), rounds.ratio(name, other, phase), times=times, **more)
@@ -53,7 +53,8 @@ def over(
 def peak(
     case: Case, device: torch.device, *, backward: bool = False, bar: float | None = None, beside_out: bool = False
 ) -> Step:
-    """Return a step: peak memory above the inputs, or with `beside_out` above inputs and output, over out's bytes."""
+    """Return a step that measures the peak memory above the inputs, or with `beside_out` above inputs and output,
+    divided by the bytes of the output."""
     phase = "forward+backward" if backward else "forward"
     inputs = "q, k, v and out" if beside_out else "q, k, v"
 

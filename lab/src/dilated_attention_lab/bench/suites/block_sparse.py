@@ -238,9 +238,10 @@ def _not_measured(model: str, seq_len: int, heads: int, why: str) -> Iterator[Ro
 def _quality(
     model: str, found: activations.Heads, block_size: int, is_causal: bool, bars: Mapping[str, float]
 ) -> Iterator[Row]:
-    """Yield the attention mass that selectors lose against the best blocks, as many per row; and the output's error.
+    """Yield, by selector, the share of attention mass lost against the best lists of equal length (`captured`), and the
+    relative error of the output.
 
-    bars: bars for the mass lost, by selector.
+    found: q, k, v of each layer. bars: bars for the mass lost, by selector.
     """
     q = found[0][0]
     case = replace(SPARSE, batch=q.shape[0], seq_len=q.shape[1], heads=q.shape[2], head_dim=q.shape[3])
@@ -267,9 +268,9 @@ def _quality(
 
 
 def captured(mass: Tensor, layout: BlockLayout) -> float:
-    """Return the part of `block_mass` that a layout holds, over what the best lists hold.
+    """Return the sum of `mass` (`block_mass`) over a layout's blocks, divided by the sum over the best lists.
 
-    The best lists are as long, and keep the diagonal as every list must.
+    The best lists have the same lengths, and include the diagonal as every list must.
     """
     counts = layout.counts.expand(mass.shape[:3])
     kept = torch.eye(mass.shape[2], mass.shape[3])

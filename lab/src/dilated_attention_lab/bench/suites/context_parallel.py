@@ -17,8 +17,8 @@ from dilated_attention_lab.bench.simulate import World, rehearse
 from dilated_attention_lab.bench.suites import Step
 
 MEGABITS = 400
-"""Rate of the limited link: the exchange then takes about half of the compute beside it. With more there would be
-nothing to hide it behind."""
+"""Rate of the limited link, in Mbit/s. At this rate the exchange takes about half as long as the compute that hides it.
+"""
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:

@@ -104,7 +104,10 @@ def _row(
     rounds: Rounds, name: str, case: Case, rival: str, phase: str, bars: Bars, flops: Mapping[str, float],
     density: float = 1.0,
 ) -> Row:  # fmt: skip
-    """Compare contender `name` with `rival` and with the native backend by time. `flops` are of a forward."""
+    """Return a row: the time of contender `name` divided by `density` x the rival's, and by the native backend's.
+
+    flops: operations of a forward, by contender.
+    """
     bar = bars.get((TILES if cpu.in_tiles(getattr(torch, case.dtype)) else case.dtype, phase))
     factor = 1.0 if phase == "forward" else 3.5
     return Row.of(
@@ -133,7 +136,7 @@ def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
 
 
 def _blocks(base: Case, budget: float) -> Step:
-    """Compare blocks of 128 tokens with dense attention times their density."""
+    """Compare the time of blocks of 128 tokens with dense attention's time multiplied by their density."""
     sparse = {
         f"{blocks} {density:.0%}": replace(base, method="block-sparse", blocks=blocks, density=density)
         for blocks, density in LAYOUTS
@@ -184,7 +187,8 @@ def _high_precision() -> Iterator[None]:
 
 
 def _halves(case: Case, bar: float, budget: float) -> Step:
-    """Compare float32 under `set_float32_matmul_precision("high")` with PyTorch's float32 and ours."""
+    """Compare float32 under `set_float32_matmul_precision("high")` with PyTorch's dense calls, and with this library's
+    kernels at the default precision."""
     cases = {OURS: case, "dense calls": replace(case, method="dense calls")}
 
     def run() -> Iterator[Row]:

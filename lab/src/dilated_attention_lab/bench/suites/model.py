@@ -55,7 +55,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 
 def slide_weights(layers: int) -> dict[str, Tensor]:
-    """Return random weights of GigaPath's slide encoder, under its names."""
+    """Return random weights of GigaPath's slide encoder, under the names in its checkpoint."""
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, Tensor] = {"cls_token": torch.randn(1, 1, WIDTH, generator=generator) / 50}
 
@@ -90,7 +90,7 @@ def slide(tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def encoders(layers: int, tiles: int, device: torch.device) -> Mapping[str, Any]:
-    """Return, by name, two functions without arguments that compute the same embedding. They share no weights."""
+    """Return two functions without arguments by name. Each computes the same embedding with a copy of the weights."""
     x, coords = slide(tiles, device)
     return {OURS: _ours(layers, x, coords, device), RIVAL: _rival(layers, x, coords, device)}
 
@@ -133,7 +133,7 @@ def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iter
 def _compared(
     calls: Mapping[str, Any], name: str, parameters: Mapping[str, Any], bar: float, device: torch.device, budget: float
 ) -> Row:
-    """Return the ratio of the first call's time to the second's."""
+    """Return a row, called `name`, with the ratio of the first call's time to the second's."""
     contenders = {key: contender(call) for key, call in calls.items()}
     rounds = measure.interleave(contenders, seconds=budget, device=device, most=20)
     one, other = calls
@@ -257,7 +257,7 @@ def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]
 
 
 def _training(device: torch.device, count: int) -> Iterator[Row]:
-    """Train a small language model with either attention in turns, on the same bytes for the same steps."""
+    """Train a small language model twice, dilated and dense, in turns, on the same bytes for the same steps."""
     text = read_text([])
     recipe = Recipe(context=CONTEXT, steps=count)
     options: dict[str, Any] = {"embed_dim": 64, "num_layers": 2, "num_heads": 2}

@@ -71,7 +71,7 @@ def _shape(
     size: dict[str, int],
     bars: Mapping[str, float | None],
 ) -> Step:
-    """Compare a model's own attention here with another implementation of it: the time of whole passes."""
+    """Compare the time of a model with its own attention, computed by this library and by `other` of transformers."""
 
     def run() -> Iterator[Row]:
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float |
 
 
 def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
-    """Compare chosen blocks in Gemma's full layers with its own attention: perplexity of the whole text, and time."""
+    """Compare Gemma with chosen blocks in its layers without windows, and as it is: perplexity of a text, and time."""
 
     def run() -> Iterator[Row]:
         from dilated_attention.integrations.huggingface import sparsify

@@ -162,7 +162,7 @@ def _model(attention: str, text: Text, seed: int, device: torch.device) -> Ngram
 
 
 def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
-    """Train every attention on the same bytes for the same number of steps; count tables from the same bytes."""
+    """Train every attention on the same bytes for the same number of steps; count n-gram tables from these bytes."""
     windows = _sources(text.context).sample_held_out(held_out).to(device)
     case = {**text.parameters(seed), "window": text.window, "steps": text.steps}
     bits: dict[str, float] = {}
@@ -201,7 +201,7 @@ def _train(model: NgramLM, context: int, seed: int, progress: Callable[[int], fl
 
 
 def _held_out(run: str, model: NgramLM, windows: Tensor, case: Mapping[str, Any]) -> Generator[Row, None, float]:
-    """Yield the bits per byte of held-out text, in all and by position; return the value in all."""
+    """Yield the bits per byte of held-out text, overall and by position; return the overall value."""
     found = by_position(model, windows)
     mean = statistics.fmean(found.values())
     yield Row(f"text, {run}: held-out text", case, mean, "bits per byte")
@@ -211,7 +211,7 @@ def _held_out(run: str, model: NgramLM, windows: Tensor, case: Mapping[str, Any]
 
 
 def _clock(seconds: float) -> Callable[[int], float]:
-    """Return a function that gives the share of some seconds that has passed since now."""
+    """Return a function that gives the fraction of `seconds` that has passed since this call, whatever its argument."""
     begin = time.perf_counter()
     return lambda _: (time.perf_counter() - begin) / seconds
 

@@ -38,7 +38,7 @@ MODULES: Mapping[str, Any] = dict(zip(SETTINGS, (NativeSparseAttention, BlockAtt
 BARS = {8192: 1.0, 32768: 0.25}
 """The largest ratio of native sparse attention's time, forward and backward, to dense attention of the same width."""
 TOKEN_BARS = {"gather": 0.8, "dense": 0.35}
-"""The largest ratio of the time of lists of 2,048 of 32,768 tokens to each other way."""
+"""The largest ratio of the time of lists of 2,048 of 32,768 tokens to the time of `gather` and of dense attention."""
 LEARNERS = ("dilated", "window", "dense", *SETTINGS)
 CONTEXT, WINDOW = 8192, 1024
 GATHERED = 128
@@ -88,7 +88,7 @@ def _trained(call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Contende
 
 
 def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Step:
-    """Time lists of single tokens, one per query for all heads, drawn uniformly; an indexer would choose them."""
+    """Time lists of single tokens, one list per query for all heads, drawn uniformly and not chosen by an indexer."""
 
     def run() -> Iterator[Row]:
         torch.manual_seed(0)
@@ -128,7 +128,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def gather(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
-    """Attend by copying each query's keys and values, some queries at a time, which the backward copies again.
+    """Attend by copying each query's keys and values, GATHERED queries at a time; the backward copies them again.
 
     q: `(1, seq, heads, head_dim)`; k, v: `(1, seq, 1, head_dim)`; chosen: `(seq, keys)`.
     """
@@ -146,7 +146,7 @@ def gather(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
 
 
 class _InBlock(nn.Module):
-    """Run a module that selects in place of a block's `SelfAttention`."""
+    """Give a module that selects its keys the interface of `SelfAttention`, to take its place in a block."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -24,11 +24,11 @@ RESOLUTION = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Say how the rows of a group of x `(seq, heads, ...)` are read, and written back.
+    """Say how a group's rows of x `(seq, heads, ...)` are read, and written back.
 
     Attributes:
         take: x, group -> rows `(segments, count, heads, ...)`.
-        put: writes such rows into x; None if `take` returns a view of x, in which they already are.
+        put: x, group, rows: writes the rows into x; None if `take` returns a view of x, which is written instead.
     """
 
     take: Callable[[Tensor, StridedGroup], Tensor]
@@ -48,7 +48,7 @@ def _index(group: StridedGroup, device: torch.device) -> Tensor:
 
 
 def _segments(x: Tensor, group: StridedGroup) -> tuple[Tensor, int]:
-    """Return a view of the segments of a group, `(segments, tokens, heads, ...)`, and the offset inside them."""
+    """Return a view of a group's segments, `(segments, tokens, heads, ...)`, and where its rows begin in each."""
     x, rows = _heads(x, group), group.queries
     if rows.segments == 1:
         return x[None, rows.start : rows.start + (rows.count - 1) * rows.stride + 1], 0

@@ -85,7 +85,7 @@ def _window(window: Window, is_causal: bool) -> Attend:
 def _over_dense(
     label: str, window: Window, is_causal: bool, seq_len: int, inputs: Any, bar: float, budget: float
 ) -> Step:
-    """Compare the time of a window with PyTorch's dense call of equally many entries."""
+    """Compare a window's time per score entry with PyTorch's dense call over the same tokens."""
 
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
@@ -148,7 +148,7 @@ def _over_flex(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
 
 
 def _memory(window: Window, seq_len: int, inputs: Any) -> Step:
-    """Measure the peak memory of a forward above q, k, v and out."""
+    """Measure the peak memory of a forward above q, k, v and out, where the system gives it."""
 
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
