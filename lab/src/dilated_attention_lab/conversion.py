@@ -63,8 +63,8 @@ def convert(
     - the model read back from the folder and the one written.
 
     Args:
-        tokens: length of the random input. It is reduced to less than every segment length that its rate does not
-            divide: the released code misplaces results of such a segment.
+        tokens: length of the random input. If a branch's rate does not divide its segment length, the input is cut to
+            fewer tokens than that segment, because the released code misplaces results there.
         compat: `compat` of the written model.
         overwrite: replace what `out` holds; otherwise a folder that is not empty is refused.
         options: arguments of `load_gigapath`, `load_longvit` or `load_torchscale`.

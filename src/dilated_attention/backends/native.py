@@ -155,7 +155,10 @@ class _Tile:
         return self._view(x, rows, self.k_heads[:1], 1, 1).unsqueeze(-2)
 
     def pairs(self, dropout: Dropout | None, group: StridedGroup, k: Tensor) -> Pairs | None:
-        """Return the dropout of the group's queries and keys; k has the keys' batch and heads."""
+        """Return the dropout of this tile's queries and keys in `group`; None without dropout.
+
+        `k`: the call's keys, whose batch, tokens and heads the words of the keys are expanded to.
+        """
         if dropout is None:
             return None
         words = self.queries(dropout.queries, group.queries), self.keys(dropout.keys.expand(k.shape[:3]), group.keys)

@@ -301,8 +301,8 @@ class Launch:
         _bound(self.bound, tensors, (*also, *shapes), settle)(tensors)
 
     def _constants(self, has_bias: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Return the kernel's compile-time arguments that follow from the launch's table and tile shape, from whether
-        keys have a bias (`has_bias`), from `chain`, and from the strides in `numbers`."""
+        """Return the kernel's compile-time arguments. They depend on the launch's table and tile shape, on whether keys
+        have a bias (`has_bias`), on `chain` (as in `__call__`), and on the strides in `numbers`."""
         shape, table = self.shape, self.table
         if side_of(self.kernel) == "queries":
             sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * _row(numbers) >= WIDE_FROM}

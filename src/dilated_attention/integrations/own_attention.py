@@ -347,7 +347,11 @@ def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
 
 
 def _runs(blocks: Tensor) -> list[tuple[int, int, int]]:
-    """Return (sample, first position, position after the last) of each block. `blocks`: as in `Shown`."""
+    """Return (row of the batch, first position, position after the last) of each block, such as an image.
+
+    `blocks`: `(batch, seq)`, the number of each token's block, below 0 for none. Raises UnsupportedError if the tokens
+    of a block are not contiguous.
+    """
     found = []
     for i, row in enumerate(blocks.tolist()):
         edges = [p for p in range(len(row) + 1) if p in (0, len(row)) or row[p] != row[p - 1]]

@@ -20,14 +20,14 @@ Legend beyond online.py's.
   B, H, G          samples, KV heads, query heads per KV head
   N, M             tokens of q and of k
   .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (which tells the compiler the alignment)
-  a, w, x          dropout: hash words, two per query and one per key (backends/dropout.py); wsn, wsh: strides of WK
+  a, w; x          dropout: the two hash words of a query (WQ); the hash word of a key (WK, strides wsn, wsh)
   SPANS            spans per tile
   WINDOW           both diagonals of a span apply, not only `near`
   CHAIN            forward: some tile has first = 0; backward: add to the float32 gradients of earlier launches
   EDGE             which streamed tiles may need a mask. 0: none; < 0: all; > 0: those at the edges of spans
   EVEN             dk/dv: no tile, held or streamed, reaches past its rows
   SIZE             positions per block of a list (block_lists.py)
-  WIDE             offsets inside a tile that the loop streams need 64 bits
+  WIDE             64-bit offsets are needed inside a streamed tile (dk/dv always uses them)
   D, DP            head_dim and the power of two that holds it
   BM, BN           queries and keys per tile
 """

@@ -286,7 +286,7 @@ class Link:
         self.agree("", problem, device)
 
     def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
-        """Start an exchange of framed rows, `(rows, ...)`, with every rank at once."""
+        """Start an exchange with every rank: rows `send`, framed as `sent`, leave; those of `received` arrive."""
         seal, buffer = self._next_collective(send, sent, what), self._blank(received, send)
         with self.guard(what):
             works = self.exchange(buffer, send, received, sent)

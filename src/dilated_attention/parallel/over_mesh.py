@@ -404,10 +404,11 @@ def account(
 
 
 def refuse(mesh: Any, error: ValueError, q: Any) -> None:
-    """Raise `error` as this rank's refusal of a call (`Link.refuse`): on every rank in the group's first call, later on
-    this rank alone, with the message quoted to ranks that wait for it.
+    """Refuse a call on this rank (`Link.refuse`).
 
-    Return without an error if `mesh` is no group of several ranks. `q` gives the device.
+    In the group's first call, every rank raises the message of `error`. In later calls this rank does, and ranks that
+    wait for it raise an error that quotes the message. Return without an error if `mesh` is no group of several ranks.
+    `q` gives the device.
     """
     if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         return

@@ -114,9 +114,8 @@ def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
 
 
 def _messages(transport: str, sharding: Sharding, rank: int, seal: int) -> tuple[list[int], list[int], int, int]:
-    """Return the rows of each message out and in, the number of rounds, and the rows kept for the backward.
-
-    `seal`: the rows of one seal, which only the last number includes.
+    """Return how many rows each message out and each message in has, the number of rounds, and how many rows are kept
+    for the backward. The rows of messages do not include seals; kept rows do. `seal`: how many rows one seal takes.
     """
     size, source = sharding.world_size, block_partition if sharding.layouts else partition
     if transport == "doubling":

@@ -16,7 +16,7 @@ from dilated_attention.parallel.partition import Sharding
 
 
 class Ulysses:
-    """Exchange heads: each rank computes all tokens of an equal number of heads. `over_mesh` runs it without parts.
+    """Exchange heads: each rank computes all tokens of an equal number of heads, in one call of the backend.
 
     A row of a message holds one token's data for all heads of one rank: q, k and v; or out and lse.
     """

@@ -34,6 +34,8 @@ class Sample(NamedTuple):
         key: `(batch, columns * peaks * joined, kv_heads, head_dim)`, or fewer where the last block has fewer.
         peaks: the number of keys per block.
         scale: the factor of the scores.
+        first_key: `(batch, 1, kv_heads, head_dim)`, which replaces the first key: another token of the tensor that
+            `key` views. None: no other key.
         logarithm: `(columns, peaks)`, the logarithm of how many tokens each key represents; None: one token each.
         joined: how many tokens are concatenated into one query (in reverse order), and into one key. Missing tokens
             count as zeros.
@@ -45,6 +47,7 @@ class Sample(NamedTuple):
     key: Tensor
     peaks: int
     scale: float
+    first_key: Tensor | None = None
     logarithm: Tensor | None = None
     joined: int = 1
     skipped: int = 0
@@ -87,7 +90,7 @@ def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tenso
             query = x.query[:, start * parts * x.joined :]
             yield at, compiled.shares(
                 query, x.key, x.weight[at], seen[at], columns, x.peaks,
-                logarithm=x.logarithm, joined=x.joined, scale=x.scale,
+                first_key=x.first_key, logarithm=x.logarithm, joined=x.joined, scale=x.scale,
             )  # fmt: skip
         else:
             found = [_shares(x, inner, seen[inner], columns, most) for inner, most in pieces(seen[at], held, start)]
@@ -101,7 +104,8 @@ def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tens
     query = _joined(x.query, slice(at.start * parts, at.stop * parts), x.joined, turned=True).to(dtype) * x.scale
     query = query.unflatten(2, (x.key.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     # peaks before columns, so that the sum over a block's keys runs over whole vectors
-    key = _joined(x.key, slice(0, reached * peaks), x.joined, turned=False).to(dtype)
+    key = x.key if x.first_key is None else torch.cat([x.first_key, x.key[:, 1:]], 1)
+    key = _joined(key, slice(0, reached * peaks), x.joined, turned=False).to(dtype)
     key = key.unflatten(1, (reached, peaks)).permute(0, 3, 2, 1, 4).flatten(2, 3)
     logits = (query @ key.mT).view(len(query), -1, at.stop - at.start, parts, peaks, reached)
     if x.logarithm is not None:
@@ -174,10 +178,11 @@ def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int
 
 
 def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
-    """Turn the logits of pooled keys, (…, rows, parts, peaks, columns), into mean shares of the blocks, (…, rows,
-    columns).
+    """Return the share of each key block, (…, rows, columns), from logits (…, rows, parts, peaks, columns).
 
-    A row that sees no key gets zeros.
+    A row is represented by `parts` queries, a block by `peaks` keys. Each query's softmax is summed over the keys of a
+    block, and averaged over the queries with `weight`, (rows, parts). A row that sees no key gets zeros. Overwrites the
+    logits.
     """
     largest = logits.amax((-1, -2), keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     mass = logits.sub_(largest).exp_().sum(-2)
@@ -189,7 +194,7 @@ def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
     """Return the pooled queries and keys that the docstring of `routing` describes under "Estimate"."""
     query, weight = pooled_queries(q, grid)
     key, logarithm = _pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
-    return Sample(query.flatten(1, 2), weight, key.flatten(1, 2), key.shape[2], grid.scale, logarithm)
+    return Sample(query.flatten(1, 2), weight, key.flatten(1, 2), key.shape[2], grid.scale, logarithm=logarithm)
 
 
 def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:

@@ -125,9 +125,9 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
         first = start // FORECAST_GROUP % stride
         # the keys 0, first + stride, first + 2 stride, ... up to the token
         seen = ((token - first) // stride + 1).clamp(min=0)
-        keys = torch.cat([k[:, :1], k[:, first + stride : first + int(seen.max()) * stride : stride]], 1)
         sample = Sample(
-            q[:, token.flatten()], weight[: len(token)], keys, grid.k_block // stride, grid.scale, logarithm
-        )
+            q[:, token.flatten()], weight[: len(token)], k[:, first::stride], grid.k_block // stride, grid.scale,
+            first_key=k[:, :1], logarithm=logarithm,
+        )  # fmt: skip
         found += [share for _, share in shares(sample, seen, grid.columns)]
     return torch.cat(found, 2)

@@ -159,10 +159,11 @@ class Candidates(BlockGrid):
         return self._blocks(density)
 
     def _blocks(self, density: float) -> Tensor:
-        """Return max(floor, round(density * visible)) per row, but not fewer than the blocks that are always listed.
+        """Return how many key blocks each query block keeps, `(rows,)`: round(density * visible), at least `floor`.
 
-        When causal, a partial last query block chooses as many earlier blocks as it would if it were whole, so that its
-        choice does not depend on how many tokens follow. It only lacks the diagonal blocks that do not exist.
+        These are at least the blocks always listed, and at most those visible. When causal, a partial last query block
+        keeps as many as a whole one, minus those that only the whole one would see. So the number of earlier blocks
+        that it chooses does not depend on how many tokens follow.
         """
         visible = self.visible().to(self.device)
         whole = (self.first_query + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible

@@ -92,7 +92,7 @@ class Case:
         segment_lengths, dilation_rates, offsets: the dilated pattern, or the calls that stand for it.
         blocks, density, block_size: the layout: a builder of `BlockLayout` and the requested density; dilated
             layouts take every second block.
-        dtype: as in torch, `float32`.
+        dtype: the name of a torch dtype, such as `float32`.
         backend: as in `dilated_attention`.
     """
 

@@ -207,7 +207,7 @@ def peak_above_now(call: Callable[[], object], device: torch.device) -> int | No
 
 
 def forget_peak(device: torch.device) -> None:
-    """Start measuring the peak memory again. If that is impossible, the peak so far stays, such as of making inputs.
+    """Reset the peak of memory. If the system forbids that, the peak still includes earlier use, such as making inputs.
 
     Freed memory that the C library keeps is first returned to the system, so that a call that reuses it is counted.
     """

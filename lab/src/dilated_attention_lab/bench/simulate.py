@@ -40,7 +40,7 @@ class World:
 
     Attributes:
         seq_len: tokens over all ranks.
-        dtype: as in torch, `float32`.
+        dtype: the name of a torch dtype, such as `float32`.
     """
 
     seq_len: int

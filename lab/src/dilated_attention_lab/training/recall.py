@@ -87,12 +87,12 @@ def window_of_equal_cost(tokens: int) -> int:
 
 
 def dilated_entries(tokens: int) -> float:
-    """Return the score entries per head of `pattern`."""
+    """Return how many scores one head computes in `pattern`."""
     return pattern(tokens).flops(tokens, HEADS, 1, is_causal=True) / 4 / HEADS
 
 
 def window_entries(tokens: int, window: int) -> int:
-    """Return the score entries per head of the window's blocks, without those of future keys."""
+    """Return how many scores one head computes in the blocks of the window, without keys after their query."""
     layout = BlockLayout.local(tokens, window, WINDOW_BLOCK, is_causal=True)
     return (layout.nnz * WINDOW_BLOCK - layout.query_blocks * (WINDOW_BLOCK - 1) // 2) * WINDOW_BLOCK
 

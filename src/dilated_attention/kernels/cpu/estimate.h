@@ -5,7 +5,7 @@
 //     peaks      out[b, j, p, n] = the key of block j with the p-th largest score along q[b, j, n], p < peaks, and last the
 //                mean of the others, 0 where there are none; values, places (B, columns, H * G, peaks): scores and tokens
 //     shares     out[b, n, i, j] = sum over parts of weight * the softmax of scale * q . k + logarithm over the first
-//                `seen` keys, summed over the `peaks` keys of column j
+//                `seen` keys, summed over the `peaks` keys of column j; key 0 lies `first` elements before k
 //     buckets    out[b, h, i, hash, bucket] = the weights (B, rows, H, parts) of the parts of block i of k whose products
 //                with the `size` planes of a hash exceed those of q[b, i, h] where the bucket has a bit; `columns` hashes
 //     forecast   out (B, M, rows, D), shares of the rows that begin with `first`, becomes its mixture with the two other forecasts

@@ -191,13 +191,15 @@ class Shares {
       weight[i] = i < number ? call.weight[at] : 0;
     }
     const auto Q = rows_at<Element>(call.q, b * call.qsb + n * call.qsh, call.qsn);
-    const auto K = rows_at<Element>(call.k, b * call.ksb + n / call.G * call.ksh, call.ksn);
+    const int64_t head = b * call.ksb + n / call.G * call.ksh;
+    const auto K = rows_at<Element>(call.k, head, call.ksn), K_first = rows_at<Element>(call.k, head - call.first, call.ksn);
     hold(Q, first * call.parts, number, row, keys, own);
     const int32_t end = *std::max_element(seen, seen + lanes);
     for (int32_t j = 0; j < end; j += chunk) {
       const int here = int(least(chunk, end - j));
       for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
-        gather<false>(K, r < here ? list.key(j + r) : INT64_MAX / 2 / call.joined, call.M, row, keys + r * stride);
+        gather<false>(j + r ? K : K_first, r < here ? list.key(j + r) : INT64_MAX / 2 / call.joined, call.M, row,
+                      keys + r * stride);
       for (int64_t group = 0; group < lanes; group += LANES) {
         if (*std::max_element(seen + group, seen + group + LANES) <= j) continue;
         score(keys, own + group * stride, int(round_up(here, Arithmetic::ROWS)), s);

@@ -111,6 +111,7 @@ def shares(
     columns: int,
     peaks: int,
     *,
+    first_key: Tensor | None = None,
     logarithm: Tensor | None = None,
     joined: int = 1,
     scale: float = 1.0,
@@ -126,6 +127,8 @@ def shares(
             head_dim)`; tokens that are missing at the end count as zeros.
         weight: float32 `(rows, parts)`, the weight of each query in its row's share.
         seen: int64 `(rows, parts)`: each query sees this many keys, counted from the first.
+        first_key: `(batch, 1, kv_heads, head_dim)`, in place of k[:, :1]: another token of the tensor that k views. Not
+            with `joined` or `listed`.
         logarithm: float32 `(columns, peaks)`, added to the scores.
         joined: how many tokens are concatenated into one query (in reverse order), and into one key.
         listed: int64 `(batch, heads, tiles, columns)`, ascending: the only columns that `tile` neighbouring rows see.
@@ -134,6 +137,7 @@ def shares(
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
     numbers = {"rows": rows, "parts": parts, "columns": columns, "peaks": peaks, "joined": joined}
+    numbers["first"] = 0 if first_key is None else (k.data_ptr() - first_key.data_ptr()) // k.element_size()
     weight, seen = weight.contiguous(), seen.contiguous()
     logarithm, listed = (None if x is None else x.contiguous() for x in (logarithm, listed))
     tables = {"weight": weight, "seen": seen, "logarithm": logarithm, "listed": listed}
