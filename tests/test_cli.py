@@ -129,6 +129,7 @@ def test_wrong_arguments(capsys, tmp_path, text):
     assert "cannot be written" in failure(capsys, "train", text, "--out", text / "below", *TINY)
 
 
+@pytest.mark.slow
 def test_resume_starts_a_run_that_has_no_checkpoint_yet(tmp_path, text):
     """One command, before and after a restart."""
     words = ["train", text, "--out", tmp_path / "run", *TINY, "--resume"]
@@ -160,6 +161,7 @@ def test_train_again_and_resume(capsys, tmp_path, text):
     assert json.loads((tmp_path / "run" / "figures.jsonl").read_text())["attention"] == "dense"
 
 
+@pytest.mark.slow
 def test_a_run_inside_its_text_is_no_text_of_its_own(capsys, tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text.write_bytes(bytes(97 + i * i % 26 for i in range(5000)))  # no zero byte, which makes a file binary
@@ -177,6 +179,7 @@ def test_a_run_inside_its_text_is_no_text_of_its_own(capsys, tmp_path, text, mon
     assert exit_code(["train", "--out", ".", "--resume", "--steps", "6"]) == 0
 
 
+@pytest.mark.slow
 def test_resume_remembers_and_extends(capsys, tmp_path, text):
     out = tmp_path / "run"
     words = [

@@ -35,6 +35,7 @@ def no_strategies(monkeypatch):
     monkeypatch.setattr(strategies, "cases", lambda quick: {})
 
 
+@pytest.mark.slow
 def test_whole_calls_by_every_strategy(few, tmp_path, monkeypatch, capsys):
     """Once: what the file holds is not measured again."""
     monkeypatch.setattr(compare, "settings", lambda quick: [])

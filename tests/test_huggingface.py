@@ -513,6 +513,7 @@ def test_refused_models():
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DebertaV2", "Deberta", "XLM", "OpenAIGPT"])
 def test_a_pattern_in_the_configuration_of_a_model_that_would_stay_dense(name):
     config = getattr(transformers, f"{name}Config")(vocab_size=60)

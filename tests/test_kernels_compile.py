@@ -180,6 +180,7 @@ CALLS_OF_THE_BACKEND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS_OF_THE_BACKEND)
 def test_calls_bind_their_arguments(compiled, call):
     options = {"scale": 0.1} | CALLS_OF_THE_BACKEND[call]

@@ -119,6 +119,7 @@ masks[1, 0, :21] = 0
 """Masks with padding on the left: without attention_mask, transformers takes a traced batch for packed samples."""
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph(fresh_python):
     fresh_python(
         _TRACED
@@ -134,6 +135,7 @@ for family in ("mistral", "gemma3", "modernbert", "llama4"):
     )
 
 
+@pytest.mark.slow
 def test_exports(fresh_python):
     """A program exported with one mask computes the model with another; the number of tokens is fixed."""
     fresh_python(

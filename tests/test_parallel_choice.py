@@ -70,6 +70,7 @@ def run_choices(is_causal):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_choices_over_a_mesh_are_those_of_one_device(size, is_causal):
@@ -161,6 +162,7 @@ def run_modules():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_modules_over_a_mesh_are_those_of_one_device(size):
     ranks = processes.run(size, run_modules)

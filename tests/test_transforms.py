@@ -478,6 +478,7 @@ def test_compiled_and_exported(fresh_python):
     """)
 
 
+@pytest.mark.slow
 def test_exported_with_a_layout_function(fresh_python, tmp_path):
     """For any length the program calls the function when it runs; for one length it holds the lists."""
     fresh_python(

@@ -407,6 +407,7 @@ def test_ragged_batches_compilation_and_transforms():
     torch.testing.assert_close(gradient, torch.autograd.grad(attention(q, k, v, Window(6)).square().sum(), q)[0])
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph(fresh_python):
     fresh_python(
         """
@@ -555,6 +556,7 @@ def test_random_calls_over_ranks_equal_one_device_and_move_the_bytes_of_the_form
     check_ranks(calls, processes.run(size, over_ranks, calls))
 
 
+@pytest.mark.slow
 def test_every_transport_in_both_dtypes():
     both = Window(9, 4, leading=3) + Dilated((16, 48), (1, 3))
     patterns = [Window(70), Window(2, 3, rate=7), both, Window(5) + BlockLayout.local(70, 9, 16)]
