@@ -241,7 +241,7 @@ NOT_FOLLOWED = {
     "use native or triton": "needs a GPU",
     "pip install triton": "installs a package",
     "then ask for it by name": "needs a GPU",
-    "run `dilated-attention bench cpu` on such a machine": "needs an arm64 processor",
+    "run `dilated-attention bench cpu --share` on such a machine": "needs an arm64 processor",
     "install g++ or clang++": "installs a compiler",
     "ask its owner": "needs another user",
     "the compiled kernels {}; run {}": "compiles for a minute; conftest.py does it",

@@ -1,0 +1,143 @@
+"""Lengthen the positions of a transformers model, and check that a text fits its table of learned positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dilated_attention import UnsupportedError
+from dilated_attention.plumbing import checks
+
+
+def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
+    """Change a transformers model, in place, to take `length` tokens, and return it. Call it before the optimizer is
+    made.
+
+    Learned positions (BERT, RoBERTa, GPT-2, OPT, ...) are repeated: position p gets the vector that was trained for
+    p modulo the number of trained positions, as in Longformer (arXiv:2004.05150). Neighbouring positions then differ as
+    before. Rotary positions need no table: `config.max_position_embeddings` is raised, and the scaling of the rotation,
+    if any, stays the same: where transformers would compute its factor from the greatest length, the present factor is
+    written into the configuration. Either way, fine-tune the model at the new length.
+
+    Raises ValueError, before anything is changed, if the model has neither kind of positions, if its positions are
+    sinusoids or do not count from 0, if its rotation is scaled by the length of a text (`"dynamic"`), or if `length` is
+    not larger than before.
+
+    Examples:
+        >>> from dilated_attention.integrations.huggingface import extend_positions
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+        >>> config = BertConfig(vocab_size=100, **sizes)
+        >>> model = extend_positions(BertModel(config), 2048)
+        >>> model.config.max_position_embeddings
+        2048
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
+    length = checks.positive("length", length)
+    found, config = _position_tables(model), model.config.get_text_config()
+    rotary = any("Rotary" in type(module).__name__ for module in model.modules())
+    if not found and not (rotary and getattr(config, "max_position_embeddings", None)):
+        raise UnsupportedError(
+            f"{type(model).__name__} has neither a table of learned positions nor rotary ones, which extend_positions "
+            "lengthens; an image model interpolates its own: give its forward interpolate_pos_encoding=True"
+        )
+    rotations = _rotations(config) if rotary else []
+    # Places of some models begin after a row for padding, or two.
+    firsts = [getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1) for _, table in found]
+    tokens = [table.num_embeddings - first for (_, table), first in zip(found, firsts, strict=True)]
+    most = max(tokens, default=getattr(config, "max_position_embeddings", 0))
+    if length <= most:
+        raise ValueError(f"length must be above the {most} tokens that the model takes already; got {length}")
+    for (owner, embedding), first, count in zip(found, firsts, tokens, strict=True):
+        rows = torch.arange(first + length, device=embedding.weight.device)
+        rows[first:] = first + (rows[first:] - first) % count
+        embedding.weight = nn.Parameter(embedding.weight.detach()[rows], embedding.weight.requires_grad)
+        embedding.num_embeddings = len(rows)
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if name in ("position_ids", "token_type_ids"):
+                longer = torch.arange(len(rows)) if name == "position_ids" else torch.zeros(len(rows), dtype=torch.long)
+                setattr(owner, name, longer[None].to(buffer))
+    for rotation in rotations:
+        if rotation["rope_type"] in ("yarn", "longrope") and rotation.get("factor") is None:
+            first = rotation.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+            rotation["factor"] = config.max_position_embeddings / first
+    # The number of rows, where there is a table with a row for padding, is what a configuration holds.
+    padded = [first for (_, embedding), first in zip(found, firsts, strict=True) if embedding.padding_idx is not None]
+    config.max_position_embeddings = length + max(padded, default=0)
+    return model
+
+
+def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embedding]]:
+    """Return (owner, table) for each table of learned positions. Raises UnsupportedError if it cannot be repeated."""
+    found = [
+        (owner, table)
+        for owner in model.modules()
+        for name in ("position_embeddings", "wpe", "embed_positions")
+        if isinstance(table := getattr(owner, name, None), nn.Embedding)
+    ]
+    for owner, table in found:
+        name, places = type(owner).__name__, getattr(owner, "position_ids", None)
+        if "Sinusoidal" in type(table).__name__:
+            raise UnsupportedError(
+                f"{name} has a table of sinusoids, {type(table).__name__}, which do not repeat; transformers makes a "
+                "longer one: from_pretrained(..., max_position_embeddings=length, ignore_mismatched_sizes=True)"
+            )
+        if isinstance(places, Tensor) and not places.is_meta and places.flatten()[:1].any():
+            raise UnsupportedError(
+                f"{name} counts positions from {int(places.flatten()[0])}: extend_positions cannot tell which rows of "
+                "its table are positions; choose a model that counts from 0"
+            )
+    return found
+
+
+def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of rotary positions: one set, or one for each kind of layer.
+
+    Raises UnsupportedError if the rotation depends on the length of a text.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rotations = [x for x in (parameters, *parameters.values()) if isinstance(x, dict) and "rope_type" in x]
+    for rotation in rotations:
+        kind = rotation["rope_type"]
+        if "dynamic" in kind:
+            raise UnsupportedError(
+                f"{type(config).__name__}.rope_parameters has rope_type={kind!r}: the rotation is scaled beyond "
+                "max_position_embeddings, and would change; the model takes longer texts as it is"
+            )
+    return rotations
+
+
+def position_table(module: nn.Module) -> nn.Embedding | None:
+    """Return a module's table of learned positions, one row per position as in BERT or GPT-2; None if it has none.
+
+    Tables of other classes, and tables with a row for padding, are left out: their models number only real tokens.
+    """
+    for name in ("position_embeddings", "wpe"):
+        table = getattr(module, name, None)
+        if type(table) is nn.Embedding and table.padding_idx is None:
+            return table
+    return None
+
+
+def require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError, before the forward of a module with a table of positions, if the table is too short.
+
+    Nothing is checked if the caller gives the positions.
+    """
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    table = position_table(module)
+    if table is None or not isinstance(tokens, Tensor) or kwargs.get("position_ids") is not None:
+        return
+    cache = kwargs.get("past_key_values")
+    past = kwargs.get("past_key_values_length", 0) if cache is None else cache.get_seq_length()
+    count = past + tokens.shape[1]
+    if count > table.num_embeddings:
+        raise ValueError(
+            f"{count} tokens, but {type(module).__name__} has {table.num_embeddings} learned positions: shorten the "
+            "text (tokenizer(..., truncation=True)), or lengthen the table: extend_positions(model, length)"
+        )
