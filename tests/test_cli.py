@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -520,6 +521,17 @@ def test_brackets_in_a_path_are_printed(folder, capsys, tmp_path, text, monkeypa
     assert f"saved in {folder}: figures.jsonl" in capsys.readouterr().out
     assert exit_code(["bench", "check", "--baseline", f"{folder}/none.json"]) == 2
     assert f"{folder}/none.json" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_while_a_table_is_printed():
+    """`main` then ends the command as SIGPIPE would; rich by itself exits with code 1."""
+
+    class Left(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        console(file=Left()).print("a row")
 
 
 def test_the_demo_never_expects_less_than_no_time(capsys, monkeypatch):

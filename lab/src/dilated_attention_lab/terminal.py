@@ -21,7 +21,12 @@ def console(**options: Any) -> Console:
     """Return a console that prints text as it is: brackets in a path are no markup."""
     from rich.console import Console
 
-    return Console(markup=False, highlight=False, **options)
+    class Printer(Console):
+        def on_broken_pipe(self) -> None:
+            """Leave the error to the command's `main`; rich would exit with code 1."""
+            raise BrokenPipeError
+
+    return Printer(markup=False, highlight=False, **options)
 
 
 def show(table: Table) -> None:
