@@ -123,6 +123,8 @@ def run(options: argparse.Namespace) -> int:
         except ContextParallelError as error:
             return _fail(1, f"{error}; {_onwards(options.out)}", watch)
         except OSError as error:
+            if watch is None and isinstance(error, BrokenPipeError):
+                raise  # the reader of the output has left, and `main` ends the command
             what = error.filename or "output"  # a stream has no name
             return _fail(2, f"{what}: cannot be written ({error.strerror}); {_onwards(options.out)}", watch)
 
