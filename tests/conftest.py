@@ -74,7 +74,7 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> None:
-    """Let Triton's interpreter repeat less: it computes the same in half of the time.
+    """Let Triton's interpreter repeat less: it computes the same in 0.6 of the time.
 
     At every call of a function it searches its whole language for what it replaces, although a caller has replaced it;
     it compares every sum of integers with a sum in 64 bits; and it makes a table of types for each conversion.

@@ -103,7 +103,7 @@ def judge(process: subprocess.Popen, done_is_right: bool = True) -> None:
     # A command that was at its end: done, or ended by the signal itself while the interpreter shuts down.
     if done_is_right and process.returncode in (0, -signal.SIGINT) and not lines:
         return
-    # Python ends itself by the signal if the interrupt came inside `exec`, which makes dataclasses: 130 in a shell.
+    # Python ends itself by the signal if the interrupt came inside `exec` under -m (dataclasses): 130 in a shell.
     assert process.returncode in (130, -signal.SIGINT), said
     assert lines in ([], ["dilated-attention: interrupted"]), said
 

@@ -105,9 +105,8 @@ def test_shares(shape, dtype, is_causal, instruction_set, monkeypatch):
     close(*both(columns, q, k), TYPES[dtype])
     if is_causal and seq_len > 200:
         sampled = [1, 2, 4, 5]
-        monkeypatch.setattr(
-            "dilated_attention.routing.forecast.FORECAST_GROUP", 2
-        )  # a second one, which reads other keys
+        # two groups, the second of which reads other keys
+        monkeypatch.setattr("dilated_attention.routing.forecast.FORECAST_GROUP", 2)
         close(
             *both(lambda q, k: sampled_shares(q, k, sampled, candidates(q, k, block, True, True, 1)), q, k),
             TYPES[dtype],

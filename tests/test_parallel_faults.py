@@ -295,11 +295,8 @@ def train_one_shard():
     rank = dist.get_rank()
     whole = torch.randn(1, 64, 4, 4, generator=torch.Generator().manual_seed(0))
     own = whole.chunk(SIZE, 1)[rank].clone()
-    for grad_mode, wanted in (
-        (False, False),
-        (True, False),
-        (True, rank == 0),
-    ):  # evaluations first, in which none does
+    # evaluations first, in which none does
+    for grad_mode, wanted in ((False, False), (True, False), (True, rank == 0)):
         own.requires_grad_(wanted)
         with torch.set_grad_enabled(grad_mode):
             out = dilated_attention(own, own, own, (32, 128), (1, 2), mesh=dist.group.WORLD)

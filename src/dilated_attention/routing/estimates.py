@@ -82,6 +82,8 @@ def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tenso
     rows, parts = x.weight.shape
     batch, _, heads, _ = x.query.shape
     fast = is_compiled(x.query, x.key)
+    if x.first_key is not None and not fast:
+        x = x._replace(key=torch.cat([x.first_key, x.key[:, 1:]], 1), first_key=None)
     scores = batch * heads * columns
     step, held = max(1, CHUNK // (4 * scores)), max(1, CHUNK // (scores * parts * x.peaks))
     for start in range(0, rows, step):
@@ -104,8 +106,7 @@ def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tens
     query = _joined(x.query, slice(at.start * parts, at.stop * parts), x.joined, turned=True).to(dtype) * x.scale
     query = query.unflatten(2, (x.key.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     # peaks before columns, so that the sum over a block's keys runs over whole vectors
-    key = x.key if x.first_key is None else torch.cat([x.first_key, x.key[:, 1:]], 1)
-    key = _joined(key, slice(0, reached * peaks), x.joined, turned=False).to(dtype)
+    key = _joined(x.key, slice(0, reached * peaks), x.joined, turned=False).to(dtype)
     key = key.unflatten(1, (reached, peaks)).permute(0, 3, 2, 1, 4).flatten(2, 3)
     logits = (query @ key.mT).view(len(query), -1, at.stop - at.start, parts, peaks, reached)
     if x.logarithm is not None:

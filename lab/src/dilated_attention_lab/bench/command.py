@@ -130,7 +130,7 @@ def _bench(options: argparse.Namespace) -> int:
     if not any(steps.values()):
         raise ValueError(f"--only {options.only!r}: no step of {[*steps]} fits")
     folder = _writable(options.out or Path("runs/results" if options.quick else "results"))
-    shared = _writable(Path.cwd()) / f"rows-{device_folder(device)}.txt" if options.share else None
+    shared = _writable(Path.cwd(), "--share in") / f"rows-{device_folder(device)}.txt" if options.share else None
     code = 0
     text = ""
     for name, chosen in steps.items():
@@ -210,14 +210,14 @@ def _recorded(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]
     return shown
 
 
-def _writable(folder: Path) -> Path:
+def _writable(folder: Path, name: str = "--out") -> Path:
     """Return the folder after making it. Raises ValueError, before minutes of measuring, if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise ValueError(f"--out {folder}: cannot be written ({error.strerror})") from error
+        raise ValueError(f"{name} {folder}: cannot be written ({error.strerror})") from error
 
 
 def _sizes(options: argparse.Namespace, *names: str) -> str:
