@@ -8,10 +8,12 @@ import runpy
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -28,6 +30,28 @@ if build["refusal"]() is None and build["outdated"]():
 # their own arguments, and beartype's sampling inside a strategy would disturb hypothesis. Triton compiles a kernel from
 # the function's own source and globals, and the checking wrapper has others.
 CHECKED = ("merge", "backends", "parallel", "nn")
+CHECKS = 20
+"""The calls of a function that are checked in a test: checking all of them took a fifth of the time of all tests."""
+
+_jaxtyped, _calls = jaxtyping.jaxtyped, Counter()
+
+
+def _checked_at_first(fn: Any = None, *, typechecker: Any) -> Any:
+    if fn is None:
+        return partial(_checked_at_first, typechecker=typechecker)
+    checked = _jaxtyped(fn, typechecker=typechecker)
+    if not isinstance(fn, FunctionType):
+        return checked
+
+    @wraps(fn)
+    def call(*arguments: Any, **options: Any) -> Any:
+        _calls[fn] += 1
+        return (checked if _calls[fn] <= CHECKS else fn)(*arguments, **options)
+
+    return call
+
+
+jaxtyping.jaxtyped = jaxtyping._decorator.jaxtyped = _checked_at_first
 jaxtyping.install_import_hook([f"dilated_attention.{name}" for name in CHECKED], "beartype.beartype")
 
 
@@ -68,8 +92,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """The test starts from torch's seed 0, whatever ran before it."""
+    """The test starts from torch's seed 0 and with checks of annotations, whatever ran before it."""
     torch.manual_seed(0)
+    _calls.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -702,11 +702,14 @@ def test_quality_has_every_attention_floors_and_both_ratios(monkeypatch):
     rows = [row for step in steps for row in step.measure()]
     asked = [row for row in rows if row.name.startswith("recall")]
     assert {row.parameters["method"] for row in asked} == {"dilated", "window"}
-    assert [row.parameters["distance"] for row in asked[:2]] == [[1, asked[0].parameters["reach"]], [160, 511]]
+    assert [row.parameters["distance"] for row in asked[:2]] == [
+        [1, asked[0].parameters["reach"]],
+        [asked[0].parameters["reach"] + 1, 511],
+    ]
     told = {row.name.removesuffix(": held-out text"): row.value for row in rows if "held-out text" in row.name}
     runs = [f"{name}, equal steps" for name in ("dilated", "dense", "window")]
     runs += [f"table of order {order}" for order in quality.ORDERS]
-    runs += [f"{name}, equal time" for name in ("dilated", "dense")]
+    runs += [f"{name}, equal time" for name in quality.IN_TIME]
     assert list(told) == [f"text, {run}" for run in runs]
     for equal, bar in (("equal steps", 1.02), ("equal time", 0.95)):
         (ratio,) = (row for row in rows if row.name == f"text: dilated over dense, {equal}")

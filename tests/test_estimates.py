@@ -181,6 +181,7 @@ def test_the_library_chooses_what_tensors_choose(is_causal, monkeypatch):
     choices = {
         "topk": lambda: routing.topk_blocks(q, k, 0.2, **options),
         "topp": lambda: routing.topp_blocks(q, k, 0.6, **options),
+        "sampled": lambda: routing.sampled_blocks(q, k, 0.2, **options),
         "two stages": lambda: routing.hierarchical_blocks(q, k, 0.2, region=4, **options),
         "hashes": lambda: routing.lsh_blocks(q, k, 0.2, **options),
         "lines": lambda: routing.vertical_slash(q, k, 0.2, **options),

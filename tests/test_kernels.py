@@ -499,9 +499,7 @@ class TestBlocks:
 
 @interpreted
 class TestDropout:
-    @pytest.mark.parametrize(
-        "name", ["dilated", "causal", "lengths", "packed", "hidden keys", "phantoms", "blocks inside dilation"]
-    )
+    @pytest.mark.parametrize("name", ["causal", "packed", "hidden keys", "phantoms", "blocks inside dilation"])
     def test_the_choice_is_every_backend_s(self, name):
         inputs = test_dropout.tensors(torch.float32)
         call = test_dropout.CALLS[name]
@@ -531,10 +529,8 @@ class TestWindows:
     @pytest.mark.parametrize(
         ("window", "is_causal"),
         [
-            (Window(40), True),
             (Window(3), True),
             (Window(20, 45), False),
-            (Window(0, 70), False),
             (Window(300), False),
             (Window(7, 2, rate=3), False),
             (Window(30, leading=20), True),
@@ -630,24 +626,21 @@ class TestSoftcap:
 @interpreted
 class TestNotFinite:
     @pytest.mark.parametrize("name", "qkv")
-    @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("number", [math.nan, math.inf])
     def test_what_sees_it(self, name, number):
         test_bad_input.test_nan_and_inf_pass_through(name, number, "triton", torch.float32)
 
-    @both
-    @pytest.mark.parametrize("number", [math.nan, math.inf])
+    @pytest.mark.parametrize(("number", "is_causal"), [(math.nan, False), (math.inf, True)])
     def test_hidden_keys(self, number, is_causal):
         test_bad_input.test_a_hidden_key_reaches_nothing(number, is_causal, "triton", torch.float32)
 
-    @pytest.mark.parametrize("number", [math.nan, math.inf])
-    def test_causal_values(self, number):
+    def test_causal_values(self):
         test_bad_input.test_under_causality_what_is_not_finite_in_v_stays_in_its_segment_and_out_of_lse(
-            number, "triton"
+            math.nan, "triton"
         )
 
-    @both
-    def test_other_samples(self, is_causal):
-        test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(is_causal, "triton", torch.float32)
+    def test_other_samples(self):
+        test_bad_input.test_what_lies_beyond_a_sample_reaches_nothing(True, "triton", torch.float32)
 
 
 # ---- tables

@@ -36,7 +36,7 @@ from dilated_attention.patterns import Dilated
 from tolerances import TOLERANCE, relative_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-SIZES = (2, 3, 8)
+WORLDS = [(2, False), (3, True), (3, False), (8, True)]
 DTYPES = (torch.float64, torch.float32)
 
 
@@ -238,8 +238,7 @@ def served(case: Case, size: int, is_causal: bool) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "is_causal"), WORLDS)
 def test_equals_the_oracle_and_moves_the_bytes_of_the_formula(size: int, is_causal: bool) -> None:
     answers = processes.run(size, run_cases, tuple(CASES), is_causal, DTYPES)
     for name, case in CASES.items():
@@ -362,8 +361,7 @@ def block_expected(name: str, is_causal: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "is_causal"), WORLDS)
 def test_block_layouts_equal_the_oracle_and_move_the_rows_that_they_list(size: int, is_causal: bool) -> None:
     ranks = processes.run(size, run_block_cases, is_causal)
     for name, transport in ranks[0]:

@@ -34,6 +34,7 @@ def selectors(is_causal):
         "topk, KV heads": partial(routing.topk_blocks, density=0.3, per_kv_head=True, **options),
         "topp": partial(routing.topp_blocks, mass=0.6, **options),
         "pages": partial(routing.page_bounds, density=0.3, page_size=4, **options),
+        "sampled": partial(routing.sampled_blocks, density=0.3, **options),
         "two stages": partial(routing.hierarchical_blocks, density=0.3, region=2, **options),
         "hashes": partial(routing.lsh_blocks, density=0.3, **options),
         "lines": partial(routing.vertical_slash, density=0.3, **options),
@@ -71,8 +72,7 @@ def run_choices(is_causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(("size", "is_causal"), [(2, True), (3, False), (5, True)])
 def test_choices_over_a_mesh_are_those_of_one_device(size, is_causal):
     ranks = processes.run(size, run_choices, is_causal)
     for name, kind in ranks[0]:
@@ -163,7 +163,7 @@ def run_modules():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("size", [3, 8])
 def test_modules_over_a_mesh_are_those_of_one_device(size):
     ranks = processes.run(size, run_modules)
     for name in MODULES:

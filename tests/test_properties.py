@@ -4,14 +4,11 @@ both on their backends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import assume, given
@@ -176,17 +173,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@contextmanager
-def annotations(*, checked: bool) -> Iterator[None]:
-    """Checks cost as much as a small call: one in three has them."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", not checked)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", before)
-
-
 def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
     q, k, v = call.inputs(dtype)
     ragged = call.ragged()
@@ -209,7 +195,7 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
         )  # fmt: skip
 
     scale = call.head_dim**-0.5 if call.scale is None else call.scale
-    with mock.patch.object(native, "_TILE_BYTES", call.tile_bytes), annotations(checked=call.seed % 3 == 0):
+    with mock.patch.object(native, "_TILE_BYTES", call.tile_bytes):
         errors = excesses(
             run,
             (q, k, v),

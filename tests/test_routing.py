@@ -67,6 +67,7 @@ def routers(block_size, is_causal):
     return {
         "topk": lambda q, k: routing.topk_blocks(q, k, 0.3, **options),
         "topp": lambda q, k: routing.topp_blocks(q, k, 0.7, **options),
+        "sampled": lambda q, k: routing.sampled_blocks(q, k, 0.3, queries=2, **options),
         "hierarchical": lambda q, k: routing.hierarchical_blocks(q, k, 0.3, region=2, breadth=1.5, **options),
         "lsh": lambda q, k: routing.lsh_blocks(q, k, 0.3, num_hashes=8, num_bits=4, **options),
         "buckets": lambda q, k: routing.lsh_blocks(q, k, num_hashes=1, num_bits=4, **options),
@@ -209,6 +210,7 @@ def test_chosen_blocks_carry_the_attention(seed, is_causal):
     share = share_of(q, k, BlockLayout.local(2048, 1, 32), is_causal)
     got = {
         "topk": captured(share, routing.topk_blocks(q, k, 0.1, **options)),
+        "sampled": captured(share, routing.sampled_blocks(q, k, 0.1, **options)),
         "lsh": captured(share, routing.lsh_blocks(q, k, 0.1, **options)),
         "hierarchical": captured(share, routing.hierarchical_blocks(q, k, 0.1, region=4, **options)),
         "antidiagonal": captured(share, routing.antidiagonal_blocks(q, k, 0.1, **options)),
@@ -216,14 +218,14 @@ def test_chosen_blocks_carry_the_attention(seed, is_causal):
     }
     # a causal choice cannot foresee a change of topic, which one row in eight holds here, and keeps the diagonal
     least = (
-        {"topk": 0.7, "lsh": 0.5, "hierarchical": 0.7, "antidiagonal": 0.5, "pages": 0.65}
+        {"topk": 0.7, "sampled": 0.7, "lsh": 0.5, "hierarchical": 0.7, "antidiagonal": 0.5, "pages": 0.65}
         if is_causal
-        else {"topk": 0.97, "lsh": 0.85, "hierarchical": 0.97, "antidiagonal": 0.8, "pages": 0.95}
+        else {"topk": 0.97, "sampled": 0.97, "lsh": 0.85, "hierarchical": 0.97, "antidiagonal": 0.8, "pages": 0.95}
     )
     assert all(got[name] >= least[name] for name in least), got
 
 
-@pytest.mark.parametrize("name", ["topk", "topp", "lsh", "antidiagonal", "vertical and slash", "pages"])
+@pytest.mark.parametrize("name", ["topk", "topp", "sampled", "lsh", "antidiagonal", "vertical and slash", "pages"])
 def test_a_causal_choice_follows_heads_of_distances(name):
     """Scores of two heads that depend on the distance alone, largest at 0 and at 600 tokens back."""
     position, frequency = torch.arange(2048.0), 1.3 ** -torch.arange(16.0)
@@ -235,12 +237,37 @@ def test_a_causal_choice_follows_heads_of_distances(name):
     route = {
         "topk": lambda: routing.topk_blocks(q, k, 0.15, block_size=32, is_causal=True),
         "topp": lambda: routing.topp_blocks(q, k, 0.5, block_size=32, is_causal=True),
+        "sampled": lambda: routing.sampled_blocks(q, k, 0.15, block_size=32, is_causal=True),
         "lsh": lambda: routing.lsh_blocks(q, k, 0.15, block_size=32, is_causal=True),
         "antidiagonal": lambda: routing.antidiagonal_blocks(q, k, 0.15, block_size=32, is_causal=True),
         "vertical and slash": lambda: routing.vertical_slash(q, k, 0.15, block_size=32, is_causal=True),
         "pages": lambda: routing.page_bounds(q, k, 0.15, block_size=32, is_causal=True),
     }[name]
     assert captured(share, route()) > (0.85 if name == "vertical and slash" else 0.9)
+
+
+def test_who_samples_every_query_chooses_the_best_blocks():
+    q, k = make(333, 4, 2, dtype=torch.float64)
+    options = {"queries": 16, "block_size": (16, 48), "keep_diagonal": False}
+    layout = routing.sampled_blocks(q * 3, k, 0.3, **options)
+    share = share_of(q * 3, k, BlockLayout.local(333, 1, (16, 48)), False)
+    assert captured(share, layout) > 1 - 1e-12
+    assert captured(share, routing.topk_blocks(q * 3, k, 0.3, block_size=(16, 48), keep_diagonal=False)) < 0.999
+
+
+def test_who_looks_ahead_chooses_the_best_of_the_earlier_blocks():
+    """By the softmax of every query of a block over the keys before it."""
+    q, k = (make(333, heads, 2, dtype=torch.float64)[0] for heads in (2, 2))
+    layout = routing.sampled_blocks(q, k, 0.4, queries=16, lookahead=True, block_size=16, is_causal=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    block = torch.arange(333) // 16
+    scores.masked_fill_(block >= block[:, None], -torch.inf)
+    of_query = torch.nn.functional.one_hot(block).double()
+    share = of_query.T @ (scores.softmax(-1).nan_to_num() @ of_query) / of_query.sum(0)[:, None]
+    listed = layout.dense_blocks() & ~torch.eye(21, dtype=torch.bool)
+    best = share.sort(-1, descending=True).values.cumsum(-1)
+    best = torch.nn.functional.pad(best, (1, 0)).gather(-1, listed.sum(-1, keepdim=True))
+    torch.testing.assert_close((share * listed).sum(-1, keepdim=True), best, rtol=1e-6, atol=0)
 
 
 def test_a_forecast_sees_the_softmax_of_its_tokens(monkeypatch):
@@ -516,6 +543,8 @@ BAD = [
     ("block_size.*got .a.", lambda: LearnedRouter(4, 8, 0.1, block_size="a")),
     ("keep_diagonal=False contradicts", lambda: routing.topk_blocks(Q, K, 0.1, is_causal=True, keep_diagonal=False)),
     ("floor must be a non-negative integer; got -1", lambda: routing.topk_blocks(Q, K, 0.1, floor=-1)),
+    ("queries must be an integer from 1 to 128; got 129", lambda: routing.sampled_blocks(Q, K, 0.1, queries=129)),
+    ("lookahead must be a bool; got 1", lambda: routing.sampled_blocks(Q, K, 0.1, lookahead=1)),
     ("region must be a positive integer; got 0", lambda: routing.hierarchical_blocks(Q, K, 0.1, region=0)),
     ("num_bits must be.*from 1 to 16; got 17", lambda: routing.lsh_blocks(Q, K, num_bits=17)),
     ("exponent must lie in", lambda: routing.density_schedule(10, exponent=2.0)),

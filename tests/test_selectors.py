@@ -383,6 +383,7 @@ def test_what_is_refused(message, call, unchecked):
 RAGGED = {
     "topk": partial(routing.topk_blocks, density=0.4),
     "topp": partial(routing.topp_blocks, mass=0.8),
+    "sampled": partial(routing.sampled_blocks, density=0.4),
     "hashes": partial(routing.lsh_blocks, density=0.4),
     "antidiagonals": partial(routing.antidiagonal_blocks, density=0.4, stride=4),
     "lines": partial(routing.vertical_slash, density=0.4),

@@ -32,7 +32,13 @@ from dilated_attention.routing.indexer import Indexer
 from dilated_attention.routing.learned import LearnedRouter
 from dilated_attention.routing.lines import vertical_slash
 from dilated_attention.routing.pages import PageBounds, page_bounds
-from dilated_attention.routing.selectors import density_schedule, hierarchical_blocks, topk_blocks, topp_blocks
+from dilated_attention.routing.selectors import (
+    density_schedule,
+    hierarchical_blocks,
+    sampled_blocks,
+    topk_blocks,
+    topp_blocks,
+)
 
 __all__ = [
     "Indexer",
@@ -43,6 +49,7 @@ __all__ = [
     "hierarchical_blocks",
     "lsh_blocks",
     "page_bounds",
+    "sampled_blocks",
     "topk_blocks",
     "topp_blocks",
     "vertical_slash",

@@ -78,15 +78,72 @@ def topk_blocks(
 
 
 def largest_shares(
-    q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, group: bool
+    q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, group: bool, lookahead: bool = False
 ) -> BlockLayout:
-    """Choose as `topk_blocks` does, with the estimate computed from `sample`; `group` is its `per_kv_head`."""
+    """Choose as `topk_blocks` does, with the estimate computed from `sample`; `group` is its `per_kv_head`.
+
+    `lookahead`: the estimate describes each query block itself, so that nothing is forecast when causal.
+    """
     budget = grid.budget(density)
-    forecast = Forecast(q, k, grid, group=group) if grid.is_causal else None
+    forecast = Forecast(q, k, grid, group=group) if grid.is_causal and not lookahead else None
     return grid.layout_of(
         (at, share if forecast is None else forecast(at, share, budget[at]), budget[at])
         for at, share in estimated_shares(sample, grid, group=group)
     )
+
+
+@selector
+def sampled_blocks(
+    q: Queries,
+    k: Keys,
+    density: float,
+    *,
+    queries: int = 4,
+    lookahead: bool = False,
+    block_size: BlockSize = 128,
+    is_causal: bool = False,
+    scale: float | None = None,
+    keep_diagonal: bool = True,
+    floor: int = 1,
+    per_kv_head: bool = False,
+) -> BlockLayout:
+    """Choose the blocks with the largest shares of the exact softmax of a few queries per query block.
+
+    Each row gets as many blocks as in `topk_blocks`. share(i, J) is the softmax over all keys, summed over key block J,
+    averaged over `queries` equally spaced queries of block i. When causal, the softmax is over the key blocks that the
+    row may choose, and the queries are among the q_block ones that end at the block's first one; the shares serve as
+    the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.
+
+    Use it where the queries of a block look for different keys, which a mean of queries blurs. It computes
+    queries / q_block of all scores.
+
+    Args:
+        queries: the number of queries per query block, at most q_block.
+        lookahead: when causal, take the block's own queries, and no forecast. The attention stays causal, but the
+            blocks that a token sees then depend on up to q_block - 1 later tokens. So use it for a prompt that is there
+            as a whole, not for training. Without `is_causal` the queries are always the block's own.
+
+    Examples:
+        >>> from dilated_attention.routing import sampled_blocks
+        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
+        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
+        >>> layout = sampled_blocks(q, k, density=0.5, block_size=16)
+        >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
+        tensor([True, True, True, True])
+    """
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    queries = checks.integer("queries", queries, 1, grid.q_block)
+    checks.boolean("lookahead", lookahead)
+    place = torch.arange(queries, device=grid.device) * grid.q_block
+    if is_causal and not lookahead:
+        tokens = grid.first_query[:, None] - place // queries
+    else:
+        tokens = grid.first_query[:, None] + (place + grid.q_block // 2) // queries
+    there = (tokens >= 0) & (tokens < grid.seq_len)
+    weight = there.to(grid.dtype) / there.sum(1, keepdim=True)
+    sampled = q[:, tokens.clamp(0, grid.seq_len - 1).flatten()]
+    sample = Sample(sampled, weight, k, grid.k_block, grid.scale)
+    return largest_shares(q, k, density, grid, sample=sample, group=per_kv_head, lookahead=lookahead)
 
 
 @selector

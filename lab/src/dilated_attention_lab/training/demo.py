@@ -101,7 +101,7 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
 def _recall(console: Console, tokens: int, seed: int, device: torch.device) -> dict[str, Any]:
     models = recall.models(tokens, seed, device)
     window = recall.window_of_equal_cost(tokens)
-    reach = recall.window_reach(tokens, window)
+    reach = recall.window_reach(window)
     lessons = _learn(console, models, tokens, seed)
     step_seconds = _step_seconds(console, models["dilated"], tokens, device)
     distances = [*(4**i for i in range(tokens.bit_length() // 2) if 4**i < tokens - 1), tokens - 1]

@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.nn import SelfAttention
 from dilated_attention_lab.training.text import Split
 
 Numbers = npt.NDArray[np.int64]
@@ -109,15 +108,15 @@ class NgramLM(LongNetLM):
         for table in self.tables:
             assert isinstance(table, nn.Embedding)
             nn.init.normal_(table.weight, std=0.25)
-        first = self.blocks[0].attention
-        assert isinstance(first, SelfAttention)
+        weight = self.get_parameter("blocks.0.attention.input.weight")  # queries; keys and values of each branch
         # |W x|^2 / sqrt(head_dim) = sharpness for x of unit variance, which the norm before attention makes
         compare = torch.randn(config.embed_dim, half) * sharpness**0.5 * config.head_dim**-0.25 * half**-0.5
         nothing = torch.zeros_like(compare)
         with torch.no_grad():
-            queries, keys, _ = first.input.weight.chunk(3)
+            queries, *pairs = weight.split(config.embed_dim)
             queries.copy_(torch.cat((compare, nothing), 1))
-            keys.copy_(torch.cat((nothing, compare), 1))
+            for keys in pairs[::2]:
+                keys.copy_(torch.cat((nothing, compare), 1))
 
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
         ends = [

@@ -8,24 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dilated_attention import BlockLayout, Dilated, block_sparse_attention
+from dilated_attention import Dilated, Window
 from dilated_attention.models import LongNetConfig, LongNetLM
-from dilated_attention.nn import SelfAttention
 
 VALUES, FILLERS = 16, 48
 """Token ids: 0 to 15 are facts, 16 is the question, and the next 48 are fillers."""
 CHANCE = 1 / VALUES
 SEGMENT, MIDDLE = 128, 2048
 LAYERS, HEADS, WIDTH = 2, 4, 64
-WINDOW_BLOCK = 32
 CURRICULUM = ((128, 32), (512, 8), (2048, 4))
 """Tokens per sequence and sequences per step, by stage: what is learned on short sequences holds on longer ones."""
 MOST_STEPS = {128: 400, 512: 300, 2048: 60}
@@ -44,7 +40,7 @@ def pattern(tokens: int) -> Dilated:
     return Dilated((SEGMENT, MIDDLE, max(tokens, MIDDLE)), rates, offsets)
 
 
-def config(pattern: Dilated | None) -> LongNetConfig:
+def config(pattern: Dilated | Window | None) -> LongNetConfig:
     """Return a configuration without positions.
 
     The answer depends on which tokens occur, not where, and a sequence may be longer than those in training.
@@ -59,31 +55,10 @@ def config(pattern: Dilated | None) -> LongNetConfig:
     )
 
 
-class LocalWindow(nn.Module):
-    """Compute causal attention to the nearest tokens with a block layout, in place of a model's dilated attention."""
-
-    def __init__(self, window: int) -> None:
-        super().__init__()
-        self.layout = cache(lambda seq_len: BlockLayout.local(seq_len, window, WINDOW_BLOCK, is_causal=True))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True, **_: Any) -> Tensor:
-        assert is_causal
-        return block_sparse_attention(q, k, v, self.layout(q.shape[1]), is_causal=True)  # type: ignore[return-value]
-
-
-def use_window(model: LongNetLM, window: int) -> None:
-    """Replace the attention of every layer with a local window."""
-    for block in model.blocks:
-        assert isinstance(block.attention, SelfAttention)
-        block.attention.attention = LocalWindow(window)  # type: ignore[assignment]
-
-
 def window_of_equal_cost(tokens: int) -> int:
-    """Return the shortest window, in steps of half a block, with at least as many score entries as `pattern`."""
-    window = WINDOW_BLOCK // 2
-    while window < tokens and window_entries(tokens, window) < dilated_entries(tokens):
-        window += WINDOW_BLOCK // 2
-    return window
+    """Return the tokens of the shortest window with at least as many score entries as `pattern`."""
+    least = dilated_entries(tokens)
+    return next(window for window in range(1, tokens + 1) if window_entries(tokens, window) >= least)
 
 
 def dilated_entries(tokens: int) -> float:
@@ -92,28 +67,22 @@ def dilated_entries(tokens: int) -> float:
 
 
 def window_entries(tokens: int, window: int) -> int:
-    """Return how many scores one head computes in the blocks of the window, without keys after their query."""
-    layout = BlockLayout.local(tokens, window, WINDOW_BLOCK, is_causal=True)
-    return (layout.nnz * WINDOW_BLOCK - layout.query_blocks * (WINDOW_BLOCK - 1) // 2) * WINDOW_BLOCK
+    """Return how many scores one head computes in a window of `window` tokens, the query's own included."""
+    return window * tokens - window * (window - 1) // 2
 
 
-def window_reach(tokens: int, window: int) -> int:
-    """Return how many tokens back the last token reaches through all layers of the window's blocks."""
-    layout, at = BlockLayout.local(tokens, window, WINDOW_BLOCK, is_causal=True), tokens - 1
-    for _ in range(LAYERS):
-        row = at // WINDOW_BLOCK
-        at = int(layout.indices[layout.indptr.flatten()[row]]) * WINDOW_BLOCK
-    return tokens - 1 - at
+def window_reach(window: int) -> int:
+    """Return how many tokens back the last token reaches through all layers."""
+    return LAYERS * (window - 1)
 
 
 def models(tokens: int, seed: int, device: torch.device) -> dict[str, LongNetLM]:
     """Return a model with dilated attention, and one with the same weights and a local window of equal cost."""
     found = {}
-    for name in ("dilated", "window"):
+    for name, chosen in (("dilated", pattern(tokens)), ("window", Window(window_of_equal_cost(tokens) - 1))):
         torch.manual_seed(seed)
-        found[name] = LongNetLM(config(pattern(tokens)))
-    use_window(found["window"], window_of_equal_cost(tokens))
-    return {name: model.to(device) for name, model in found.items()}
+        found[name] = LongNetLM(config(chosen)).to(device)
+    return found
 
 
 def draw(

@@ -162,6 +162,7 @@ def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Route
     options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
     return {
         "top-k": lambda q, k: routing.topk_blocks(q, k, density, **options),
+        "sampled queries": lambda q, k: routing.sampled_blocks(q, k, density, **options),
         "two stages": lambda q, k: routing.hierarchical_blocks(
             q, k, density, region=8 if q.shape[1] // block_size > 64 else 4, **options
         ),

@@ -138,20 +138,24 @@ def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float |
 
 
 def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
-    """Compare Gemma with chosen blocks in its layers without windows, and as it is: perplexity of a text, and time."""
+    """Compare Gemma with chosen blocks in its layers without windows, and as it is: perplexity of a text, and time.
+
+    A query block's keys are chosen by all of its tokens, which its last token may know, and the others may not.
+    """
 
     def run() -> Iterator[Row]:
         from dilated_attention.integrations.huggingface import sparsify
-        from dilated_attention.routing import topk_blocks
+        from dilated_attention.routing import sampled_blocks
 
-        parameters = GEMMA_SHAPE | {"seq_len": seq_len, "blocks": "topk", "density": 0.25}
+        block = 64
+        parameters = GEMMA_SHAPE | {"seq_len": seq_len, "blocks": "sampled, lookahead", "density": 0.25}
         if why := activations.missing(activations.GEMMA, "gguf"):
             yield Row("chosen blocks: perplexity over dense", parameters, None, "x", refused=why)
             return
         model, text = activations.load_gemma()
         tokens, prompts = text[:, :seq_len].to(device), {name: _Prompt() for name in ("chosen blocks", "dense")}
         # At least 1,024 tokens for a row: with them, a quarter of all blocks at 16,384.
-        chosen = partial(topk_blocks, density=0.235, block_size=64, floor=16)
+        chosen = partial(sampled_blocks, lookahead=True, density=0.235, block_size=block, floor=1024 // block)
         selectors = {"chosen blocks": chosen, "dense": None}
 
         def contender(name: str) -> Contender:
@@ -165,8 +169,10 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
         rounds = measure.interleave({name: contender(name) for name in prompts}, seconds=60, device=device, least=1)
         sparsify(model, None)
         nats = {name: _nats(model, prompt.states, tokens) for name, prompt in prompts.items()}
-        ratio = math.exp(nats["chosen blocks"] - nats["dense"])
-        figures = {f"perplexity, {name}": math.exp(value) for name, value in nats.items()}
+        more = nats["chosen blocks"] - nats["dense"]
+        ratio, last = (math.exp(x.mean()) for x in (more, more[block - 1 :: block]))
+        figures = {f"perplexity, {name}": math.exp(value.mean()) for name, value in nats.items()}
+        figures["of the last tokens of query blocks: perplexity over dense"] = last
         yield Row("chosen blocks: perplexity over dense", parameters, ratio, "x", bar=1.02, figures=figures)
         title = "chosen blocks: forward, time over dense"
         yield over(rounds, "chosen blocks", "dense", "forward", parameters, title, bar=1.0)
@@ -202,9 +208,7 @@ def _last_logits(model: Any, states: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _nats(model: Any, states: Tensor, tokens: Tensor) -> float:
-    """Return the mean cross entropy of every token after the first, in parts, since the vocabulary is large."""
-    targets = tokens[0, 1:]
-    parts = zip(states[:-1].split(512), targets.split(512), strict=True)
-    total = sum(F.cross_entropy(model.lm_head(part), target, reduction="sum").item() for part, target in parts)
-    return total / len(targets)
+def _nats(model: Any, states: Tensor, tokens: Tensor) -> Tensor:
+    """Return the cross entropy of every token after the first, computed in parts, since the vocabulary is large."""
+    parts = zip(states[:-1].split(512), tokens[0, 1:].split(512), strict=True)
+    return torch.cat([F.cross_entropy(model.lm_head(part), target, reduction="none") for part, target in parts])

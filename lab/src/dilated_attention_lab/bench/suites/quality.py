@@ -16,40 +16,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention import Dilated
-from dilated_attention.models import LongNetConfig
+from dilated_attention import Dilated, Sum, Window
+from dilated_attention.models import BlockMixture, LongNetConfig, NativeSparse
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step
 from dilated_attention_lab.training import recall
 from dilated_attention_lab.training.ngrams import NgramLM, NgramTable, learn
 from dilated_attention_lab.training.text import Split, read_text
 
-ATTENTIONS, IN_TIME = ("dilated", "dense", "window"), ("dilated", "dense")
+IN_STEPS = ("dilated", "dense", "window")
+IN_TIME = ("dilated", "dense", "window and dilated", "native sparse attention", "mixture of blocks")
 EQUAL_STEPS, EQUAL_TIME = "equal steps", "equal time"
 ORDERS = (2, 3, 4)
+RATES = (1, 1, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Describe trainings on pieces of text.
+    """Describe trainings on pieces of text. All attentions but dense show a token about as many keys on average.
 
     Attributes:
         context: bytes of a piece.
-        pattern: pattern of the dilated model.
+        segments: segments of the dilated model, two near ones at rate 1 and the whole piece at rate 4.
         window: tokens of the local window, a few more than a token of the dilated model sees on average.
-        steps: steps of the trainings of equal steps, in which ATTENTIONS take part.
+        num_selected: blocks of 64 keys that native sparse attention selects, next to a window and the compressed keys.
+        top_k: blocks of 256 keys that the mixture of blocks selects.
+        steps: steps of the trainings of equal steps, in which IN_STEPS take part.
         seconds: seconds of the trainings of equal time, in which IN_TIME take part.
     """
 
     context: int
-    pattern: Dilated
+    segments: tuple[int, int, int]
     window: int
+    num_selected: int
+    top_k: int
     steps: int
     seconds: float
 
+    def options(self, attention: str) -> dict[str, Any]:
+        """Return what `LongNetConfig` takes for the attention of that name."""
+        near, second, far = self.segments
+        patterns: dict[str, Dilated | Window | Sum] = {
+            "dilated": Dilated(self.segments, RATES),
+            "window": Window(self.window - 1),
+            "window and dilated": Window(second // 2 - 1) + Dilated((near, far), (1, RATES[-1])),
+        }
+        selections = {
+            "native sparse attention": NativeSparse(num_selected=self.num_selected),
+            "mixture of blocks": BlockMixture(top_k=self.top_k),
+        }
+        return {"pattern": patterns.get(attention), "selection": selections.get(attention)}
+
     def parameters(self, seed: int) -> dict[str, Any]:
-        segments, rates = list(self.pattern.segment_lengths), list(self.pattern.dilation_rates)
-        case = {"seq_len": self.context, "segment_lengths": segments, "dilation_rates": rates}
+        case = {"seq_len": self.context, "segment_lengths": [*self.segments], "dilation_rates": [*RATES]}
         return {**case, "heads": 4, "layers": 2, "seed": seed}
 
 
@@ -79,15 +98,19 @@ WHOLE = Size(
     texts=(
         Text(
             context=8192,
-            pattern=Dilated((1024, 1408, 8192), (1, 1, 4)),
+            segments=(1024, 1408, 8192),
             window=1536,
+            num_selected=16,
+            top_k=6,
             steps=400,
             seconds=60.0,
         ),
         Text(
             context=32768,
-            pattern=Dilated((2048, 2816, 32768), (1, 1, 4)),
+            segments=(2048, 2816, 32768),
             window=3584,
+            num_selected=32,
+            top_k=14,
             steps=200,
             seconds=240.0,
         ),
@@ -99,7 +122,7 @@ QUICK = Size(
     lengths=(512,),
     questions=1,
     most_steps=dict.fromkeys(recall.MOST_STEPS, 1),
-    texts=(Text(context=512, pattern=Dilated((128, 512), (1, 4)), window=96, steps=2, seconds=0.1),),
+    texts=(Text(context=512, segments=(64, 80, 512), window=96, num_selected=3, top_k=1, steps=2, seconds=0.1),),
     seeds=1,
     held_out=1,
 )
@@ -127,7 +150,7 @@ def _sources(context: int) -> Split:
 def _recall(size: Size, longest: int, device: torch.device) -> Iterator[Row]:
     models = recall.models(longest, 0, device)
     window = recall.window_of_equal_cost(longest)
-    reach = recall.window_reach(longest, window)
+    reach = recall.window_reach(window)
     taken: dict[int, int] = {}
     for name, model in models.items():
         generator, limit = torch.Generator().manual_seed(0), dict(taken) or size.most_steps
@@ -154,11 +177,8 @@ def _distances(reach: int, length: int) -> list[tuple[int, int]]:
 
 def _model(attention: str, text: Text, seed: int, device: torch.device) -> NgramLM:
     torch.manual_seed(seed)
-    chosen = None if attention == "dense" else text.pattern
-    model = NgramLM(LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=chosen, positions=None))
-    if attention == "window":
-        recall.use_window(model, text.window)
-    return model.to(device)
+    config = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, positions=None, **text.options(attention))
+    return NgramLM(config).to(device)
 
 
 def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
@@ -166,7 +186,7 @@ def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) 
     windows = _sources(text.context).sample_held_out(held_out).to(device)
     case = {**text.parameters(seed), "window": text.window, "steps": text.steps}
     bits: dict[str, float] = {}
-    for attention in ATTENTIONS:
+    for attention in IN_STEPS:
         model = _model(attention, text, seed, device)
         trained = _train(model, text.context, seed, lambda done: done / text.steps)
         read = [piece for pieces in trained for piece in pieces]
@@ -184,13 +204,15 @@ def _equal_time(text: Text, seed: int, *, held_out: int, device: torch.device) -
     All read the bytes in the same order.
     """
     windows = _sources(text.context).sample_held_out(held_out).to(device)
-    case = {**text.parameters(seed), "seconds": text.seconds}
     bits: dict[str, float] = {}
     for attention in IN_TIME:
+        shown = next(filter(None, text.options(attention).values()), None)
+        case = {**text.parameters(seed), "seconds": text.seconds, "attention": repr(shown)}
         model = _model(attention, text, seed, device)
         steps = _train(model, text.context, seed, _clock(text.seconds))
         yield Row(f"text, {attention}, {EQUAL_TIME}: steps", case, float(len(steps)), "")
         bits[attention] = yield from _held_out(f"{attention}, {EQUAL_TIME}", model, windows, case)
+    case = {**text.parameters(seed), "seconds": text.seconds}
     yield Row(f"text: dilated over dense, {EQUAL_TIME}", case, bits["dilated"] / bits["dense"], "x", bar=0.95)
 
 

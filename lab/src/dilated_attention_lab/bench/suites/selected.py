@@ -1,4 +1,4 @@
-"""`bench selected`: modules that select against dense attention, in time and in training; lists of single tokens."""
+"""`bench selected`: the time of modules that select their keys, over dense attention; lists of single tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import BlockLayout, Dilated, block_sparse_attention
-from dilated_attention.models import LongNetConfig
+from dilated_attention import BlockLayout, block_sparse_attention
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, SelfAttention
-from dilated_attention.plumbing import Tables
 from dilated_attention_lab.bench import measure
 from dilated_attention_lab.bench.cases import Contender
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, over
-from dilated_attention_lab.training.loop import Recipe, Training
-from dilated_attention_lab.training.recall import use_window
-from dilated_attention_lab.training.text import Text, read_text
 
 WIDTH, HEADS, KV_HEADS = 512, 8, 2
 HEAD_DIM = WIDTH // HEADS
@@ -39,17 +34,14 @@ BARS = {8192: 1.0, 32768: 0.25}
 """The largest ratio of native sparse attention's time, forward and backward, to dense attention of the same width."""
 TOKEN_BARS = {"gather": 0.8, "dense": 0.35}
 """The largest ratio of the time of lists of 2,048 of 32,768 tokens to the time of `gather` and of dense attention."""
-LEARNERS = ("dilated", "window", "dense", *SETTINGS)
-CONTEXT, WINDOW = 8192, 1024
 GATHERED = 128
 """The queries whose keys `gather` holds at a time; in its backward each piece fills a gradient of all keys."""
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
     if quick:
-        return [_modules(1024, device, 2.0), _tokens(512, 64, device, 2.0), _training(512, 1, 0, device)]
-    measured = [_modules(8192, device, 60.0), _modules(32768, device, 400.0), _tokens(32768, 2048, device, 200.0)]
-    return measured + [_training(CONTEXT, 200, seed, device) for seed in range(3)]
+        return [_modules(1024, device, 2.0), _tokens(512, 64, device, 2.0)]
+    return [_modules(8192, device, 60.0), _modules(32768, device, 400.0), _tokens(32768, 2048, device, 200.0)]
 
 
 def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
@@ -140,57 +132,3 @@ def gather(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
     pieces = zip(q[0].split(GATHERED), chosen.split(GATHERED), strict=True)
     parts = [checkpoint(part, query, k, v, rows, use_reentrant=False) for query, rows in pieces]
     return torch.cat(parts)[None]
-
-
-# ---- training
-
-
-class _InBlock(nn.Module):
-    """Give a module that selects its keys the interface of `SelfAttention`, to take its place in a block."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor, rotary: Tables | None = None, is_causal: bool = False, **_: Any) -> Tensor:
-        assert is_causal
-        return self.module(x, rotary)
-
-
-def _learner(name: str, recipe: Recipe, text: Text, device: torch.device) -> Training:
-    """Return the training of a small language model with the attention of that name."""
-    pattern = Dilated((WINDOW, recipe.context), (1, 4)) if name == "dilated" else None
-    config = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=pattern)
-    training = Training(config, recipe, text, device=device)
-    model = training.model
-    if name == "window":
-        use_window(model, WINDOW)
-    elif name in SETTINGS:
-        for block in model.blocks:
-            block.attention = _InBlock(MODULES[name](config.embed_dim, config.num_heads, **SETTINGS[name])).to(device)
-            for decay, shape in ((recipe.weight_decay, (2,)), (0.0, (0, 1))):
-                parameters = [x for x in block.attention.parameters() if x.dim() in shape]
-                training.optimizer.add_param_group({"params": parameters, "weight_decay": decay})
-        model.reset_parameters()
-    return training
-
-
-def _training(context: int, count: int, seed: int, device: torch.device) -> Step:
-    """Train all learners in turns, on the same bytes for the same number of steps."""
-
-    def run() -> Iterator[Row]:
-        text, recipe = read_text([]), Recipe(context=context, steps=count, seed=seed)
-        runs = {name: _learner(name, recipe, text, device) for name in LEARNERS}
-        for _ in range(count):
-            for training in runs.values():
-                training.step()
-        for name, training in runs.items():
-            parameters = {"method": name, "seq_len": context, "layers": 2, "heads": 4, "embed_dim": 64, "seed": seed}
-            parameters |= {"steps": count, "text": text.source}
-            bits = training.held_out_bits_per_byte(16)
-            yield Row(f"training, {name}: held-out text", parameters, bits, "bits per byte")
-            last = training.losses[-10:]
-            yield Row(f"training, {name}: loss, last 10 steps", parameters, sum(last) / len(last), "nats per byte")
-            yield Row.of(f"training, {name}: time a step", parameters, measure.Spread.of(training.seconds), "s")
-
-    return Step(f"training, {context:,} bytes, seed {seed}", run)
