@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dilated_attention.integrations.huggingface import report, sparsify
-from dilated_attention.routing import topk_blocks
+from dilated_attention.routing import sampled_blocks
 
 
 def read_prompt(model: PreTrainedModel, tokens: Tensor) -> tuple[float, Tensor]:
@@ -42,7 +42,7 @@ def main(model: PreTrainedModel, tokens: Tensor, density: float = 0.25, block_si
     found["seconds, own attention"], logits = read_prompt(model, tokens)
     found["largest difference of a logit"] = (logits - expected).abs().max().item()
     found["nats per token"] = nats(logits)
-    sparsify(model, partial(topk_blocks, density=density, block_size=block_size), first=0)
+    sparsify(model, partial(sampled_blocks, density=density, block_size=block_size, lookahead=True), first=0)
     found["seconds, chosen blocks"], logits = read_prompt(model, tokens)
     found["nats per token, chosen blocks"] = nats(logits)
     print(*(line for line in report(model).split("\n") if "blocks" in line), sep="\n")

@@ -42,7 +42,7 @@ def model_of(config) -> LongNetLM:
 
 
 @pytest.mark.parametrize("config", PATTERNS.values(), ids=PATTERNS.keys())
-@pytest.mark.parametrize("prompt", [1, 7, 24, 29])
+@pytest.mark.parametrize("prompt", [1, 29])
 def test_decoding_equals_the_forward_at_every_position(config, prompt):
     model = model_of(config)
     tokens = torch.randint(31, (3, 80))

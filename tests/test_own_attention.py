@@ -143,11 +143,11 @@ def test_packed_samples(family):
 def test_generates_the_same_tokens(family):
     eager, ours, _ = _models(family)
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    for cache in (None, "static") if family not in NO_STATIC_CACHE else (None,):
-        for mask in (torch.ones(2, TOKENS, dtype=torch.long), _masks()[0]):
-            inputs = {**options, "attention_mask": mask, "cache_implementation": cache}
-            expected = eager.generate(_tokens(), **inputs)
-            assert torch.equal(expected, ours.generate(_tokens(), **inputs))
+    static = None if family in NO_STATIC_CACHE else "static"
+    for cache, mask in ((None, torch.ones(2, TOKENS, dtype=torch.long)), (static, _masks()[0])):
+        inputs = {**options, "attention_mask": mask, "cache_implementation": cache}
+        expected = eager.generate(_tokens(), **inputs)
+        assert torch.equal(expected, ours.generate(_tokens(), **inputs))
 
 
 GENERATING_OTHERS = [family for family in OTHERS if family != "mimi"]  # which codes sound

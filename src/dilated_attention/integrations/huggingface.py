@@ -257,12 +257,12 @@ def sparsify(
     prompts in chunks and new tokens over a cache keep the model's own attention. The choice is not saved with the
     model.
 
-        sparsify(model, partial(topk_blocks, density=0.25))
+        sparsify(model, partial(sampled_blocks, density=0.25, lookahead=True))
 
     Args:
-        selector: called as selector(q, k, is_causal=..., scale=...) -> `BlockLayout`, such as `routing.topk_blocks`,
-            `topp_blocks` or `vertical_slash` with their density or mass bound by `functools.partial`; None: make the
-            layers dense again.
+        selector: called as selector(q, k, is_causal=..., scale=...) -> `BlockLayout`, such as
+            `routing.sampled_blocks`, `topk_blocks` or `topp_blocks` with their density or mass bound by
+            `functools.partial`; None: make the layers dense again.
         layers: which attention layers, counted in the order of `model.modules()`; None: all.
         first: prompts below this many tokens keep the model's own attention.
 
@@ -273,11 +273,11 @@ def sparsify(
     Examples:
         >>> from functools import partial
         >>> from dilated_attention.integrations.huggingface import sparsify
-        >>> from dilated_attention.routing import topk_blocks
+        >>> from dilated_attention.routing import sampled_blocks
         >>> from transformers import BertConfig, BertModel
         >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
         >>> config = BertConfig(vocab_size=100, attn_implementation="dilated_attention", **sizes)
-        >>> selector = partial(topk_blocks, density=0.5, block_size=16)
+        >>> selector = partial(sampled_blocks, density=0.5, block_size=16, lookahead=True)
         >>> model = sparsify(BertModel(config), selector, first=64)
         >>> model(torch.randint(100, (1, 80))).last_hidden_state.shape
         torch.Size([1, 80, 32])
