@@ -11,11 +11,12 @@ alone hides them.) With q̃ the pooled queries, k̃ the pooled keys and n the nu
 share(i, J) is the softmax over all k̃ of scale q̃·k̃ + log n, summed over the k̃ of key block J, and averaged over the
 q̃ of query block i.
 
-**Causal guarantee.** With `is_causal`, what the queries up to token t see depends only on the tokens up to t. The list
-of query block i is made from the tokens up to its first query, i * q_block. Its pooled queries are made from the
-q_block queries that end there, and from that query itself. It chooses among the key blocks that end there or earlier;
-the key blocks that its later tokens reach (the diagonal) are always listed. The mean query that selects the peaks of a
-key block is taken over all queries up to the first query block that may choose that key block.
+**Causal guarantee.** With `is_causal`, what the queries up to token t see depends only on the tokens up to t (but with
+`lookahead` of `sampled_blocks`, on those up to the end of t's query block). The list of query block i is made from the
+tokens up to its first query, i * q_block. Its pooled queries are made from the q_block queries that end there, and from
+that query itself. It chooses among the key blocks that end there or earlier; the key blocks that its later tokens reach
+(the diagonal) are always listed. The mean query that selects the peaks of a key block is taken over all queries up to
+the first query block that may choose that key block.
 
 **Forecast.** A causal estimate therefore describes the block before; and some heads attend to certain tokens, others
 at certain distances. In all functions but hierarchical_blocks and vertical_slash the shares are a mixture of three

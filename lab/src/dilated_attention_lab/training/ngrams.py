@@ -108,7 +108,8 @@ class NgramLM(LongNetLM):
         for table in self.tables:
             assert isinstance(table, nn.Embedding)
             nn.init.normal_(table.weight, std=0.25)
-        weight = self.get_parameter("blocks.0.attention.input.weight")  # queries; keys and values of each branch
+        module = "attention.selected" if config.selection else "attention"
+        weight = self.get_parameter(f"blocks.0.{module}.input.weight")  # queries; keys and values of each branch
         # |W x|^2 / sqrt(head_dim) = sharpness for x of unit variance, which the norm before attention makes
         compare = torch.randn(config.embed_dim, half) * sharpness**0.5 * config.head_dim**-0.25 * half**-0.5
         nothing = torch.zeros_like(compare)

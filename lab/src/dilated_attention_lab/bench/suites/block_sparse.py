@@ -173,8 +173,9 @@ def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Route
     }
 
 
-_CHOOSING = {"antidiagonals": (0.15, 0.15), "columns and diagonals": (0.20, 0.20)}
-"""Bars for a selector's time over the attention that follows, (full, causal); other selectors have (0.05, 0.08)."""
+_CHOOSING = {"antidiagonals": (0.15, 0.15), "columns and diagonals": (0.20, 0.20), "sampled queries": (0.20, 0.26)}
+"""Bars for a selector's time over the attention that follows, (full, causal); other selectors have (0.05, 0.08).
+Sampled queries compute 1/64 of the products of attention to all blocks, and a softmax; when causal also a forecast."""
 
 
 def _choosing(case: Case, device: torch.device, budget: float, *, judged: bool) -> Step:
