@@ -256,7 +256,7 @@ def test_who_samples_every_query_chooses_the_best_blocks():
 
 
 def test_who_looks_ahead_chooses_the_best_of_the_earlier_blocks():
-    """By the softmax of every query of a block over the keys before it."""
+    """The best ones follow from the softmax of every query of a block over the keys before it."""
     q, k = (make(333, heads, 2, dtype=torch.float64)[0] for heads in (2, 2))
     layout = routing.sampled_blocks(q, k, 0.4, queries=16, lookahead=True, block_size=16, is_causal=True)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5

@@ -58,7 +58,7 @@ def config(pattern: Dilated | Window | None) -> LongNetConfig:
 def window_of_equal_cost(tokens: int) -> int:
     """Return the tokens of the shortest window with at least as many score entries as `pattern`."""
     least = dilated_entries(tokens)
-    return next(window for window in range(1, tokens + 1) if window_entries(tokens, window) >= least)
+    return next((window for window in range(1, tokens) if window_entries(tokens, window) >= least), tokens)
 
 
 def dilated_entries(tokens: int) -> float:
