@@ -247,20 +247,30 @@ def test_a_causal_choice_follows_heads_of_distances(name):
 
 
 def test_who_samples_every_query_chooses_the_best_blocks():
-    q, k = make(333, 4, 2, dtype=torch.float64)
+    q, k = make(336, 4, 2, dtype=torch.float64)
     options = {"queries": 16, "block_size": (16, 48), "keep_diagonal": False}
     layout = routing.sampled_blocks(q * 3, k, 0.3, **options)
-    share = share_of(q * 3, k, BlockLayout.local(333, 1, (16, 48)), False)
+    share = share_of(q * 3, k, BlockLayout.local(336, 1, (16, 48)), False)
     assert captured(share, layout) > 1 - 1e-12
     assert captured(share, routing.topk_blocks(q * 3, k, 0.3, block_size=(16, 48), keep_diagonal=False)) < 0.999
 
 
+@pytest.mark.parametrize("tokens", [1, 17, 321])
+def test_a_last_block_of_one_token_is_sampled(tokens):
+    q, k = make(tokens, 4, 2, dtype=torch.float64)
+    layout = routing.sampled_blocks(q * 3, k, 0.2, block_size=16, keep_diagonal=False)
+    share = share_of(q * 3, k, BlockLayout.local(tokens, 1, 16), False)[:, :, -1]
+    listed = layout.dense_blocks()[:, :, -1]
+    number = int(listed.sum(-1).max())
+    torch.testing.assert_close((share * listed).sum(-1), share.topk(number).values.sum(-1))
+
+
 def test_who_looks_ahead_chooses_the_best_of_the_earlier_blocks():
     """The best ones follow from the softmax of every query of a block over the keys before it."""
-    q, k = (make(333, heads, 2, dtype=torch.float64)[0] for heads in (2, 2))
+    q, k = (make(336, heads, 2, dtype=torch.float64)[0] for heads in (2, 2))
     layout = routing.sampled_blocks(q, k, 0.4, queries=16, lookahead=True, block_size=16, is_causal=True)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
-    block = torch.arange(333) // 16
+    block = torch.arange(336) // 16
     scores.masked_fill_(block >= block[:, None], -torch.inf)
     of_query = torch.nn.functional.one_hot(block).double()
     share = of_query.T @ (scores.softmax(-1).nan_to_num() @ of_query) / of_query.sum(0)[:, None]

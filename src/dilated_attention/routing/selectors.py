@@ -134,15 +134,14 @@ def sampled_blocks(
     grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
     queries = checks.integer("queries", queries, 1, grid.q_block)
     checks.boolean("lookahead", lookahead)
-    place = torch.arange(queries, device=grid.device) * grid.q_block
+    number, first = torch.arange(queries, device=grid.device), grid.first_query[:, None]
     if is_causal and not lookahead:
-        tokens = grid.first_query[:, None] - place // queries
+        tokens = (first - number * grid.q_block // queries).clamp(min=0)
     else:
-        tokens = grid.first_query[:, None] + (place + grid.q_block // 2) // queries
-    there = (tokens >= 0) & (tokens < grid.seq_len)
-    weight = there.to(grid.dtype) / there.sum(1, keepdim=True)
-    sampled = q[:, tokens.clamp(0, grid.seq_len - 1).flatten()]
-    sample = Sample(sampled, weight, k, grid.k_block, grid.scale)
+        length = (grid.seq_len - first).clamp(max=grid.q_block)
+        tokens = first + (number * length + length // 2) // queries
+    weight = torch.full(tokens.shape, 1 / queries, dtype=grid.dtype, device=grid.device)
+    sample = Sample(q[:, tokens.flatten()], weight, k, grid.k_block, grid.scale)
     return largest_shares(q, k, density, grid, sample=sample, group=per_kv_head, lookahead=lookahead)
 
 
