@@ -43,13 +43,13 @@ few, large jobs, so threads may idle at the end.
 """
 
 
-LEAST_KEYS = {torch.float32: (128, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
-LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: (512, 24, 512)}
+LEAST_KEYS = {torch.float32: (24, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
+LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: (24, 24, 512)}
 """The fewest keys per query, with full segments, for which `auto` chooses this backend.
 
 LEAST_KEYS is for a head_dim of up to 64, LEAST_KEYS_WIDE for a larger one. The three entries are for processors with
 AVX2 only, with AVX-512 and with AMX. With fewer keys, the gathers and edges of a tile cost more than its products
-(notebook, 2026-11-22 and 2026-11-24).
+(notebook, 2026-11-22, 2026-11-24 and 2026-11-26).
 """
 
 
