@@ -267,7 +267,7 @@ def test_a_last_block_of_one_token_is_sampled(tokens):
 
 def test_who_looks_ahead_chooses_the_best_of_the_earlier_blocks():
     """The best ones follow from the softmax of every query of a block over the keys before it."""
-    q, k = (make(336, heads, 2, dtype=torch.float64)[0] for heads in (2, 2))
+    q, k = (x[:1] for x in make(336, 2, 2, dtype=torch.float64))
     layout = routing.sampled_blocks(q, k, 0.4, queries=16, lookahead=True, block_size=16, is_causal=True)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
     block = torch.arange(336) // 16

@@ -110,8 +110,8 @@ def sampled_blocks(
     """Choose the blocks with the largest shares of the exact softmax of a few queries per query block.
 
     Each row gets as many blocks as in `topk_blocks`. share(i, J) is the softmax over all keys, summed over key block J,
-    averaged over `queries` equally spaced queries of block i. When causal, the softmax is over the key blocks that the
-    row may choose, and the queries are among the q_block ones that end at the block's first one; the shares serve as
+    averaged over `queries` equally spaced queries of block i. When causal, the queries are spaced over the q_block
+    queries that end at the block's first one. They see the key blocks that the row may choose, and the shares serve as
     the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.
 
     Use it where the queries of a block look for different keys, which a mean of queries blurs. It computes
