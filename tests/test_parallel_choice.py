@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import processes
-from dilated_attention import Dilated, attention, routing
+from dilated_attention import BlockLayout, Dilated, attention, routing
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.models import BlockMixture, LongNetConfig, LongNetLM, NativeSparse
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary, SelectionCache
@@ -39,6 +39,7 @@ def selectors(is_causal):
         "hashes": partial(routing.lsh_blocks, density=0.3, **options),
         "lines": partial(routing.vertical_slash, density=0.3, **options),
         "antidiagonals": partial(routing.antidiagonal_blocks, density=0.3, stride=4, **options),
+        "one list": lambda q, k: BlockLayout.local(q.shape[1], 20, **options),
     }
 
 
@@ -63,7 +64,8 @@ def run_choices(is_causal):
         shards = [x[:, own] for x in tensors]
         for kind, choose in selectors(is_causal).items():
             layout = choose_blocks(choose, *shards[:2], dist.group.WORLD, seq_len=seq_len)
-            same = layout == choose(*tensors[:2])
+            wanted = choose(*tensors[:2])
+            same = layout == (wanted.select(heads=[0] * tensors[1].shape[2]) if kind == "one list" else wanted)
             answers[name, kind] = same, None
             if kind == "topk":
                 options = {"mesh": dist.group.WORLD, "seq_len": seq_len}
@@ -94,6 +96,7 @@ def run_refusals():
         partial(choose_blocks, partial(routing.topk_blocks, density=2.0), q, k),
         partial(choose_blocks, partial(routing.topk_blocks, density=0.5), q[:, : 8 - rank], k[:, : 8 - rank]),
         partial(choose_blocks, partial(routing.topk_blocks, density=0.5), q, k[:, :4]),
+        partial(choose_blocks, lambda q, k: BlockLayout.local(7, 4), q, k),
     )
     for call in calls:
         with pytest.raises(ValueError) as caught:  # noqa: PT011
@@ -107,6 +110,7 @@ def test_what_is_refused_is_refused_on_every_rank():
         assert "choose refused its heads on rank 0" in messages[0]
         assert "the shards make no sequence along dim 1" in messages[1]
         assert "q and k must be (batch, shard, heads, head_dim) of one dtype" in messages[2]
+        assert "choose refused its heads on rank 0" in messages[3]
 
 
 MODULES = {

@@ -34,8 +34,8 @@ def choose_blocks(
         q, k: this rank's shards, `(batch, shard, heads, head_dim)` and `(batch, shard, kv_heads, head_dim)`.
         seq_len: the global length; default: equal shards.
 
-    Raises ValueError on every rank if the shards do not make one sequence, or if `choose` raises a ValueError on
-    some rank.
+    Raises ValueError on every rank if the shards do not make one sequence, or if on some rank `choose` raises a
+    ValueError or returns a layout that does not fit its q and k.
     """
     group = context_group(mesh)
     link, problem = link_of(group), _misfit(q, k)
@@ -50,7 +50,9 @@ def choose_blocks(
     whole_q, whole_k = _heads_of(link, q, k, bounds, shares)
     if whole_k.shape[2]:
         try:
-            layout = choose(whole_q, whole_k)
+            chosen = choose(whole_q, whole_k)
+            chosen.check(len(whole_q), length, whole_q.shape[2], whole_k.shape[2])
+            layout = chosen.select(heads=[0] * whole_k.shape[2]) if chosen.num_heads == 1 else chosen
         except ValueError as caught:
             error = caught
     lists = [-1] * 7
