@@ -224,7 +224,11 @@ def positive(name: str, value: Any) -> int:
 
 
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:
-    """Return a sequence, array or tensor of integers as ints; raise ValueError that says what is `wanted` otherwise."""
+    """Return a sequence, array or tensor of integers as ints.
+
+    Raises ValueError for anything else and for integers below `least`: `name` must hold `wanted`, in the message's
+    words.
+    """
     held = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(held, (str, bytes)) or not isinstance(held, Sequence):
         raise ValueError(f"{name} must hold {wanted}; got {values!r}")

@@ -39,7 +39,10 @@ def _padded(x: Tensor, multiple: int, dim: int) -> Tensor:
 
 
 def _gather(x: Tensor, segment: int, rate: int) -> Tensor:
-    """Return (batch x segments, rows, heads, dim) from (batch, seq, heads, dim): head block j keeps j, j + rate, ..."""
+    """Return (batch x segments, rows, heads, dim) from (batch, seq, heads, dim).
+
+    The heads form `rate` blocks of neighbours; block j keeps tokens j, j + rate, ... of each segment.
+    """
     heads, dim = x.shape[2:]
     x = _padded(x, segment, 1).reshape(-1, segment, heads, dim)
     x = _padded(_padded(x, rate, 2), rate, 1)

@@ -237,8 +237,8 @@ def launches(
     Args:
         side: whether the tiles of the returned launches hold queries or keys.
         owned: group tiles into jobs so that no row is read by two jobs of the same launch.
-        which: positions in the list of launches that side "keys" has; only the plan's groups in those launches are
-            computed. None: all groups.
+        which: compute only the plan's groups in these launches, which are numbered as for side "keys". None: all
+            groups.
     """
     plan, layouts = problem.plan, problem.layouts
     if not plan.groups or not q.numel() or which == ():

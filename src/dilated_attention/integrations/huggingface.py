@@ -354,8 +354,9 @@ def _require_no_windows(part: PreTrainedModel) -> None:
 def _without_windows(config: Any) -> str:
     """Return advice: how to make a model without windows that computes the same for texts shorter than the window.
 
-    A layer's type can also choose its rotary positions: `rope_parameters` then has an entry for each type (Gemma 3,
-    ModernBERT). One type's entry can take the place of another type's, but several types cannot share one entry.
+    In Gemma 3 and ModernBERT a layer's type also chooses its rotary positions: `rope_parameters` has an entry for each
+    type. Without windows only one type and one entry remain. So if layers of several types have different entries, the
+    advice is to choose another model.
     """
     conflict = "windows cannot be combined with dilated segments"
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -502,7 +503,10 @@ def _padded(seen: Visibility, real: Tensor) -> Visibility:
 
 
 def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_start: int, mask: Tensor | None) -> Shown:
-    """Return what a mask shows, together with the positions of its queries and keys, and the keys that are padding."""
+    """Return what a mask shows, together with the positions of its queries and keys, and the keys that are padding.
+
+    queries, keys: their number. mask: `(batch, positions)` from position 0 on, true at real tokens; None: no padding.
+    """
     hidden = None
     if mask is not None:
         real = nn.functional.pad(mask.bool(), (0, max(0, k_start + keys - mask.shape[1])))[:, k_start : k_start + keys]
@@ -540,7 +544,10 @@ def report(model: nn.Module) -> str:
 
 
 def _selection(real: Tensor) -> slice | Tensor:
-    """Return an index of the real tokens: a slice where they are neighbours, so that no key is copied."""
+    """Return an index of the tokens where `real`, bool `(tokens,)`, is True.
+
+    It is a slice where they are neighbours, so that no key is copied.
+    """
     index = real.nonzero()[:, 0]
     if not len(index):
         return slice(0, 0)
@@ -600,7 +607,11 @@ def attention_forward(
 def _attend_own(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool | None, **options: Any
 ) -> Tensor:
-    """Compute a model's own attention, or attention over chosen blocks where `sparsify` asks for it."""
+    """Compute a model's own attention, or attention over chosen blocks where `sparsify` asks for it.
+
+    is_causal: what the model passes; it matters only without a mask, see `_is_causal`. options: scale, dropout_p, sinks
+    and softcap of `attention`.
+    """
     shown, chosen, held = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None), ""
     if chosen is None or not chosen.serves(shown):
         out = attend(shown, q, k, v, **options)
@@ -646,7 +657,10 @@ Mask = Visibility | Shown | Refused | Tensor | None
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return whether a layer without a mask is causal. Layers over images, for example, have no mask."""
+    """Return whether a layer without a mask is causal. Layers over images, for example, have no mask.
+
+    is_causal: what the model passes to its attention; None: `module.is_causal` decides.
+    """
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if not isinstance(causal, bool):
         raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
@@ -654,7 +668,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
-    """Return the error for a mask that our mask function did not make."""
+    """Return the error for a mask that our mask function did not make, or refused. `remedy`: advice at its end."""
     if isinstance(mask, Refused):
         return mask.error
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -665,7 +679,10 @@ def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
 
 
 def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
-    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer.
+
+    is_causal: what the model passes; it matters only without a mask, see `_is_causal`.
+    """
     queries, keys = q.shape[1], k.shape[1]
     if mask is None:
         causal = _is_causal(module, is_causal) and queries > 1
@@ -681,7 +698,10 @@ def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bo
 
 
 def _visibility_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Visibility:
-    """Return what the mask of a dilated layer shows; without a mask, all tokens are real and none is cached."""
+    """Return what the mask of a dilated layer shows; without a mask, all tokens are real and none is cached.
+
+    is_causal: what the model passes; it must agree with the mask. Without a mask, see `_is_causal`.
+    """
     new, keys = q.shape[1], k.shape[1]
     if isinstance(mask, Shown):
         raise UnsupportedError(

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
         return Shape(own, loop, self.warps, self.stages)
 
     def options(self, target: str) -> dict[str, int]:
-        """Return the options with which Triton launches and compiles the kernel.
+        """Return the options with which Triton launches and compiles the kernel on `target`, a key in ARCHITECTURES.
 
         Without a limit on registers, ptxas spills some of them in order to fit two or three programs on a
         multiprocessor. For sm_90, allowing all registers lets just as many programs fit.

@@ -152,7 +152,8 @@ def _size(
 ) -> int:
     """Return `value`, at most `largest`; or if `density` is given, the size in [1, largest] with the nearest density.
 
-    `name`: what the size is called; `spans`: returns the intervals for a size.
+    Give exactly one of `value` and `density`. `name`: the argument's name in errors; `spans`: returns the intervals for
+    a size.
     """
     if (value is None) == (density is None):
         raise ValueError(f"give either {name} or density, got {name}={value}, density={density}")

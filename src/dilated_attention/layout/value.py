@@ -393,8 +393,8 @@ class BlockLayout:
 
     @cached_property
     def key(self) -> Hashable:
-        """Return a key for caches. It names the tables, so equal layouts that were made separately have different
-        keys."""
+        """Return a key for caches. It identifies the tables, not their content: equal layouts that were made separately
+        have different keys."""
         return (name_of(self.indptr), name_of(self.indices), self.seq_len, *self.block_size, self.is_causal)
 
     @cached_property
@@ -539,7 +539,7 @@ class BlockLayout:
         return self._with(self.indptr.to(device), self.indices.to(device))
 
     def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
-        """Return a layout with the lists of these batch elements and heads alone."""
+        """Return a layout with the lists of these batch elements and heads alone, in the given order; None: all."""
         self._require_unchanged()
         if batch is heads is None:
             return self
@@ -632,8 +632,7 @@ class BlockLayout:
         return hash((self.seq_len, self.block_size, self.is_causal, self.indptr.shape, content))
 
     def __reduce__(self) -> tuple[type[BlockLayout], tuple[Tensor | int, ...]]:
-        """Pickle only the lists, without derived values: `key` names tables of this process, and hashes differ
-        elsewhere."""
+        """Pickle only the lists. Derived values such as `key` and the hash are valid in this process only."""
         return type(self), (self.indptr, self.indices, self.seq_len, self.q_block, self.k_block, self.is_causal)
 
     def __setstate__(self, state: object) -> None:
@@ -737,7 +736,7 @@ class BlockLayout:
         return cls(*tables, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
 
     def _with(self, indptr: Tensor, indices: Tensor, **changes: Any) -> BlockLayout:
-        """Return this layout with new tables that no other code refers to."""
+        """Return this layout with new tables that no other code refers to; `changes` replace other fields."""
         return replace(self, indptr=_named(indptr), indices=_named(indices), **changes)
 
     @classmethod
@@ -745,9 +744,9 @@ class BlockLayout:
         return cls._of(grid, lists_of_spans(grid, spans))
 
     def _keys(self, lead: tuple[int, int]) -> Tensor:
-        """Return row * key_blocks + column of all blocks, ascending, with shared lists repeated.
+        """Return row * key_blocks + column of all blocks, ascending.
 
-        `lead`: the numbers of (batch elements, heads) for which there are lists then.
+        `lead`: the result's (batch elements, heads); shared lists are repeated for them.
         """
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
         self._require_unchanged()
@@ -776,7 +775,7 @@ def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | 
 
 
 def _named(table: Tensor) -> Tensor:
-    """Give a table that no other code refers to a name (`cache.name_of`), so that a layout need not copy it."""
+    """Mark and return a table that no other code refers to: `_own` does not copy a table that `cache.name_of` knows."""
     if not torch.compiler.is_compiling():
         name_of(table)
     return table
@@ -785,8 +784,8 @@ def _named(table: Tensor) -> Tensor:
 def _own(table: Tensor) -> Tensor:
     """Return the table that a layout keeps: contiguous, as kernels read it, and never written to by others.
 
-    A table that `cache.name_of` has not named may belong to the caller, or lie in a buffer that a compiled graph
-    reuses, so it is copied.
+    A table that `_named` has not marked is copied: it may belong to the caller, or lie in a buffer that a compiled
+    graph reuses.
     """
     if torch.compiler.is_compiling():
         return table.contiguous()
@@ -797,8 +796,9 @@ def _own(table: Tensor) -> Tensor:
 
 
 def warn_of_blind(keys: Tensor, remedy: str) -> None:
-    """Warn if some of `keys`, how many keys each token of each head sees, are 0; `remedy` ends the warning.
+    """Warn if some token of some head sees no key; `remedy` ends the warning.
 
+    `keys`: how many keys each token of each head sees, `(..., heads, seq)`.
     The warning points at the line that called the caller of this function.
     """
     blind = int((keys == 0).sum())

@@ -169,7 +169,10 @@ class _Layer:
         return out
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return q and k, `(tokens, heads, head_dim + _MORE)`, such that exp(q kᵀ) is the attention probability."""
+        """Return q and k, `(tokens, heads, head_dim + _MORE)`, such that exp(q kᵀ) is the attention probability.
+
+        The `_MORE` added channels hold -lse in q and 1 in k, followed by zeros.
+        """
         self.file.seek(self.start)
         found = []
         for tokens, heads, head_dim in self.shapes:
@@ -185,7 +188,11 @@ class _Layer:
 
 
 def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tensor) -> list[_Layer]:
-    """Run the encoder's layers over one slide, the last only up to its attention; return a `_Layer` for each."""
+    """Run the encoder's layers over one slide, the last only up to its attention; return a `_Layer` for each.
+
+    x: the slide's cls token and tiles, `(1, tokens, embed_dim)`. file, lse: filled by the layers; lse is `(layers,
+    heads, tokens)`.
+    """
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
     assert isinstance(pattern, Dilated)
     layers: list[_Layer] = []

@@ -18,7 +18,8 @@ Some = TypeVar("Some", bound="Configuration")
 class Configuration:
     """Write the fields of a frozen dataclass as JSON, and read them.
 
-    The fields named in `nested` are objects in the JSON text, or null.
+    The fields named in `nested` are objects in the JSON text, or null. Those in `newer` may be missing, as in files of
+    earlier versions. `presets` holds the fields of published configurations by name.
     """
 
     nested: ClassVar[Mapping[str, Any]] = {}
@@ -70,7 +71,7 @@ def _made(kind: Any, fields: Any, where: str) -> Any:
 
 
 def _pattern(fields: Any, where: str) -> Any:
-    """Return a `Dilated`, a `Window`, or a sum of these, from its fields."""
+    """Return a `Dilated`, a `Window`, or a sum of these, from its fields in JSON; `where` begins error messages."""
     if isinstance(fields, dict) and "terms" in fields:
         if set(fields) != {"terms"} or not isinstance(fields["terms"], list) or not 2 <= len(fields["terms"]) <= MOST:
             raise ValueError(f"{where}: a sum has the field terms alone, a list of 2 to {MOST:,} patterns")
@@ -83,7 +84,7 @@ def _kind(fields: Any) -> type:
 
 
 def _selection(fields: Any, where: str) -> Any:
-    """Return a `NativeSparse` or a `BlockMixture` from its fields."""
+    """Return a `NativeSparse` or a `BlockMixture` from its fields in JSON; `where` begins error messages."""
     return _made(BlockMixture if isinstance(fields, dict) and "top_k" in fields else NativeSparse, fields, where)
 
 

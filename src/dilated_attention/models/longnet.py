@@ -62,7 +62,7 @@ class LongNetAttention(Pretrained):
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Count positions over `mesh`, or on one device if None.
+        """Count rotary positions across the shards of `mesh`; None: inputs are whole sequences.
 
         Call `parallel.set_context_parallel` instead, which also reaches the attention.
         """
@@ -245,7 +245,7 @@ class LongNetLM(LongNetStack):
 
         With lengths, only tokens within them count. Over a mesh every rank passes the same whole tokens and gets the
         same mean. The gradient of each rank's shard is scaled so that the mean of the ranks' gradients over the mesh
-        equals the gradient on one device (`cp_mean`).
+        equals the gradient on one device (see `parallel.cp_mean`).
 
         Raises:
             ValueError: no sample has two tokens.

@@ -51,7 +51,10 @@ class BlockPooling(nn.Module):
         return self.row(F.gelu(self.hidden(self._blocks(x))))
 
     def sums(self, x: Tensor) -> Tensor:
-        """Return W_1 [x_{id}; …; x_{id + l - 1}] for each block. Over a mesh, x is 0 at the tokens of other ranks."""
+        """Return W_1 [x_{id}; …; x_{id + l - 1}] for each block. Over a mesh, x is 0 at the tokens of other ranks.
+
+        x is shaped as in forward, `(batch, seq, kv_heads, head_dim)`.
+        """
         return F.linear(self._blocks(x), self.hidden.weight)
 
     def of_sums(self, sums: Tensor) -> Tensor:
@@ -88,6 +91,7 @@ class NativeSparseAttention(SelectingAttention):
     Memory is O(seq), because scores are computed for the selecting queries only, in pieces of bounded size.
 
     Args:
+        num_kv_heads: the number of KV heads; None: num_heads.
         num_selected: the number of blocks that a query selects, including those that are always selected.
         query_block: this many neighbouring queries share the blocks that the first of them selects, so that the choice
             depends on no token that one of them must not see. It must divide `block_size`. With 1, as in the paper,
@@ -274,7 +278,7 @@ class NativeSparseAttention(SelectingAttention):
         return key, self.value_pooling.of_sums(value_sums)
 
     def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
-        """Return the attention of q over the compressed keys; `start` is the position of the first query.
+        """Return the attention of q over the compressed `key` and `value`; `start` is the position of the first query.
 
         Every `stride` neighbouring queries see the same keys, so they are computed as heads of one row. Each row sees
         one key more than the row before it. Queries that see no compressed key get 0.
@@ -298,8 +302,8 @@ class NativeSparseAttention(SelectingAttention):
     def _chosen(self, q: Tensor, key: Tensor, edges: list[int], start: int) -> Tensor:
         """Return the blocks that each choosing query selects, `(batch, kv_heads, choosing queries, blocks)`, -1: none.
 
-        Every `query_block`-th token chooses. Over a mesh, rank i holds tokens [edges[i], edges[i + 1]), this rank from
-        `start`; each rank computes its own queries' blocks, and all ranks get all of them.
+        `key`: the compressed keys. Every `query_block`-th token chooses. Over a mesh, rank i holds tokens [edges[i],
+        edges[i + 1]), this rank from `start`. Each rank computes its own queries' blocks, and all ranks get them all.
         """
         first = -start % self.query_block
         position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)

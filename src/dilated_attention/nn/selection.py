@@ -57,7 +57,10 @@ def largest_blocks(
 
 
 def pieces(queries: int, scores: int) -> Iterator[slice]:
-    """Yield slices that cover `queries` queries; each slice has at most `CHUNK` scores, `scores` per query."""
+    """Yield slices that cover `queries` queries. A slice has at most `CHUNK` scores, unless one query has more.
+
+    `scores`: the number of scores per query.
+    """
     step = max(1, CHUNK // max(1, scores))
     for start in range(0, queries, step):
         yield slice(start, min(start + step, queries))
@@ -102,7 +105,8 @@ class Rows:
 class _State(NamedTuple):
     """Hold what a `SelectionCache` contained when it had `length` tokens.
 
-    `rows` shares the cache's buffers. The cache writes later rows behind these, or to a new buffer: these stay.
+    `rows` shares the cache's buffers. Later rows do not overwrite these: the cache writes them behind, or to a new
+    buffer.
     """
 
     length: int
@@ -227,6 +231,7 @@ class SelectingAttention(nn.Module):
     """Base class of causal self-attention over selected keys. A subclass has `_whole`, `_next`, `_importance`, and:
 
     Attributes:
+        query_block: this many neighbouring queries share the blocks that the first of them chooses.
         shown: the arguments that its repr shows.
         input: the projections to queries, and to keys and values of each branch in turn. A branch is one attention.
         unrotated: the number of branches, counted from the first, whose keys `_project` does not rotate.
@@ -277,7 +282,10 @@ class SelectingAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
     def _edges(self, x: Tensor) -> list[int]:
-        """Return where each rank's shard begins, and the sequence's end. Raises ValueError if the shards do not fit."""
+        """Return where each rank's shard of x begins, and the sequence's end.
+
+        Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
+        """
         assert self.mesh is not None
         group = context_group(self.mesh)
         return list(balanced_bounds(agreed_length(x, group, 1, self.seq_len), dist.get_world_size(group)))
@@ -366,7 +374,7 @@ class SelectingAttention(nn.Module):
         raise NotImplementedError
 
     def _layout(self, chosen: Tensor, seq_len: int) -> BlockLayout:
-        """Return the causal layout in which each run of `query_block` queries sees its blocks, as `_choose` returns."""
+        """Return the causal layout in which each run of `query_block` queries sees its `chosen` blocks (`_choose`)."""
         size = self.query_block, self.block_size
         return BlockLayout.from_topk(chosen, size, seq_len=seq_len, is_causal=True)
 

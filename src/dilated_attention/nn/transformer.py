@@ -124,7 +124,7 @@ class SelfAttention(nn.Module):
         return self.output(self.norm(attend(*self.project(x, rotary)).flatten(-2)))  # q, k and v end with the call
 
     def project(self, x: Tensor, rotary: Tables | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return R W_q x, R W_k x and W_v x: `(batch, seq, heads, head_dim)`, k and v with their own heads."""
+        """Return R W_q x, R W_k x and W_v x: `(batch, seq, heads, head_dim)`, k and v with the KV heads."""
         q, k, v = self.input(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, -2)
         return (q, k, v) if rotary is None else (rotate(q, rotary[:2]), rotate(k, rotary[-2:]), v)
 

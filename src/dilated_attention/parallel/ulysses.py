@@ -18,7 +18,8 @@ from dilated_attention.parallel.partition import Sharding
 class Ulysses:
     """Exchange heads: each rank computes all tokens of an equal number of heads, in one call of the backend.
 
-    A row of a message holds one token's data for all heads of one rank: q, k and v; or out and lse.
+    A row of a message holds one token's data for all heads of one rank: q, k and v; or out and lse. In its methods,
+    `what` names the phase of a transfer, as in `Link`.
     """
 
     def __init__(self, link: Link, sharding: Sharding, num_heads: int) -> None:

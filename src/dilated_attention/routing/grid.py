@@ -105,8 +105,10 @@ def _lengths_of(k: Tensor, key_padding_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Candidates(BlockGrid):
-    """Describe the query blocks of one call: which key blocks each may choose (`allowed`) and always lists
-    (`always`)."""
+    """Describe the query blocks of one call: which key blocks each may choose (`allowed`) and always lists (`always`).
+
+    `floor` is the least number of blocks per query block, `scale` the factor of the scores, `dtype` the shares' dtype.
+    """
 
     keep_diagonal: bool
     floor: int

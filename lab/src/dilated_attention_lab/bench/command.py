@@ -485,7 +485,7 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
 
 
 def table(title: str, rows: list[Row]) -> Table:
-    """Return a table with one line per row, under its case; a column that no row fills is left out."""
+    """Return a table with one line per row, grouped under headings that name the case. Empty columns are left out."""
     from rich.text import Text
 
     lines = [_cells(row) for row in rows]

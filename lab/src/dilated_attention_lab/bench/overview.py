@@ -48,7 +48,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """Describe a pair of axes. `kind`: "lines" or "bars". `settings`: for `Axes.set`. `level`: a horizontal line."""
+    """Describe a pair of axes.
+
+    Attributes:
+        kind: "lines" or "bars".
+        settings: for `Axes.set`.
+        level: for bars, the y of a horizontal line.
+        diagonal: for lines, whether to draw y = x.
+    """
 
     kind: str
     series: Sequence[Series]
@@ -297,7 +304,7 @@ def recall(results: Path) -> list[Panel]:
 
 
 def text(results: Path) -> list[Panel]:
-    """Chart held-out text after equal steps and equal time: means over the seeds that all models of a case have."""
+    """Chart held-out text after equal steps and equal time: means over the seeds that were run for all models."""
     cases = (
         ("8,192 bytes,\nequal steps", ZEN3, "equal steps", {"seq_len": 8192}),
         ("32,768 bytes,\nequal steps", ZEN4, "equal steps", {"seq_len": 32768, "window": 3584}),

@@ -54,7 +54,7 @@ def _free_port() -> int:
 
 
 def limited(megabits: int) -> list[str]:
-    """Return a command that runs another one in a new network namespace, whose link has this rate."""
+    """Return a command that runs another one in a new network namespace, over a link of `megabits` Mbit/s."""
     slower = f"tc qdisc add dev lo root tbf rate {megabits}mbit burst 256kb latency 1s"
     script = f'ip link set lo up && {slower} && exec "$@"'
     return ["unshare", "--map-root-user", "--net", "sh", "-c", script, "sh"]
@@ -106,7 +106,10 @@ def _tensors(case: Case) -> list[torch.Tensor]:
 
 
 def _scaling(case: Case, rounds: int) -> dict[str, Any]:
-    """Time a forward and backward of the same sequence on rank 0 alone, on all ranks, and on all without waiting."""
+    """Time a forward and backward of the same sequence on rank 0 alone and on all ranks.
+
+    On all ranks, time it also without the seconds that a rank waits for others' rows.
+    """
     mesh, tensors = dist.group.WORLD, _tensors(case)
     assert mesh is not None
     alone = _training_step(case, tensors, None)
@@ -137,7 +140,10 @@ def _single(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _overlap(case: Case, rounds: int) -> dict[str, Any]:
-    """Time a forward with its exchange hidden, waited for where it starts, and left out; and the exchange alone."""
+    """Time a forward with its exchange of rows overlapped, not overlapped, and left out; and the exchange alone.
+
+    Not overlapped: each transfer is waited for where it starts.
+    """
     mesh = dist.group.WORLD
     assert mesh is not None
     q, k, v = (shard_sequence(x, mesh) for x in _tensors(case)[:3])

@@ -124,7 +124,7 @@ class Ranks:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return how many ranks share the samples of a batch, and how many share a sequence."""
+        """Return how many ranks share the samples of a batch (`data`), and how many share a sequence (`context`)."""
         return {"data": self.data, "context": self.mesh["context"].size()}
 
     def whole(self, tensor: Tensor) -> Tensor:

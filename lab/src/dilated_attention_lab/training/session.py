@@ -162,7 +162,7 @@ def _agree(ranks: Ranks | None, config: LongNetConfig, recipe: Recipe, text: Tex
 
 def chosen_options(out: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options named in `OPTIONS`: each as `given`; if that is None, as the run in `out` has stored it, else
-    its default."""
+    its default. `out` is None for a new run."""
     before: dict[str, Any] = {}
     if out is not None and (path := out / "options.json").exists():
         try:
@@ -203,7 +203,9 @@ def run(
     Raises FloatingPointError if a loss, or the result on held-out text, is not finite.
 
     Args:
-        received: the list of an enclosing `noted_signals`.
+        save_every: steps between checkpoints. keep: older checkpoints to keep.
+        sample_bytes: bytes of sample text to write at the end; 0 for no sample.
+        received: the list of an enclosing `noted_signals`; None to note signals here.
     """
     console.print(forecast(training), highlight=False, soft_wrap=True)
     with noted_signals() if received is None else nullcontext(received) as received:

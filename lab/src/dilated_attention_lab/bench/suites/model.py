@@ -133,7 +133,10 @@ def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iter
 def _compared(
     calls: Mapping[str, Any], name: str, parameters: Mapping[str, Any], bar: float, device: torch.device, budget: float
 ) -> Row:
-    """Return a row, called `name`, with the ratio of the first call's time to the second's."""
+    """Return a row, called `name`, with the ratio of the first call's time to the second's.
+
+    bar: the largest ratio. budget: about how many seconds all rounds take.
+    """
     contenders = {key: contender(call) for key, call in calls.items()}
     rounds = measure.interleave(contenders, seconds=budget, device=device, most=20)
     one, other = calls
@@ -198,7 +201,10 @@ def _ragged(tiles: tuple[int, ...], device: torch.device, budget: float) -> Iter
 
 
 def cache_at(config: LongNetConfig, position: int, room: int, device: torch.device) -> KeyValueCache:
-    """Return a cache after `position` tokens, with random values: the cost of a token does not depend on them."""
+    """Return a cache after `position` tokens, with space for `room` more.
+
+    Its values are random: the cost of a token does not depend on them.
+    """
     cache = KeyValueCache(config, 1, max_len=position + room, device=device)
     generator = torch.Generator(device).manual_seed(0)
     for layer in cache.layers:
@@ -257,7 +263,7 @@ def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]
 
 
 def _training(device: torch.device, count: int) -> Iterator[Row]:
-    """Train a small language model twice, dilated and dense, in turns, on the same bytes for the same steps."""
+    """Train a small language model twice, dilated and dense, in turns, on the same bytes for `count` steps each."""
     text = read_text([])
     recipe = Recipe(context=CONTEXT, steps=count)
     options: dict[str, Any] = {"embed_dim": 64, "num_layers": 2, "num_heads": 2}

@@ -71,7 +71,11 @@ def _shape(
     size: dict[str, int],
     bars: Mapping[str, float | None],
 ) -> Step:
-    """Compare the time of a model with its own attention, computed by this library and by `other` of transformers."""
+    """Compare the time of a model with its own attention, computed by this library and by `other` of transformers.
+
+    make, size: the function that makes the model, and its arguments.
+    bars: for each phase to time, the largest ratio or None.
+    """
 
     def run() -> Iterator[Row]:
         torch.manual_seed(0)
@@ -140,7 +144,8 @@ def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float |
 def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
     """Compare Gemma with chosen blocks in its layers without windows, and as it is: perplexity of a text, and time.
 
-    A query block's keys are chosen by all of its tokens, which its last token may know, and the others may not.
+    The choice for a query block depends on queries all over the block (`lookahead`). They are later than some of its
+    tokens, but not later than its last. So one figure is the perplexity of these last tokens alone.
     """
 
     def run() -> Iterator[Row]:
