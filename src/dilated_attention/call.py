@@ -79,6 +79,7 @@ class Shards:
         samples: the edges of packed samples; None for one sample.
         transport: how rows travel between ranks, as `attention` takes it.
         lengths: the lengths of all samples of a padded batch, if the call is one of these samples; otherwise empty.
+            They serve only to check that all ranks passed the same.
         layer: the name of the calling layer, for error messages.
     """
 
@@ -464,9 +465,9 @@ def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: 
 
 
 def _keys(branches: Branches) -> int:
-    """Return how many keys a query sees, summed over its branches, when every segment is full.
+    """Return how many keys a query sees when every segment is full, as if its head took part in every branch.
 
-    Leading tokens do not count.
+    A window with two bounds limits them. Causality does not, and leading tokens do not count.
     """
     bands = branches.bands or ((None, None),) * len(branches.offsets)
     return sum(

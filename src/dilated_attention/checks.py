@@ -194,7 +194,7 @@ def indices(what: str, values: Tensor, least: int, stop: int) -> None:
 
 
 def samples_to_continue(samples: Any, batch: int) -> Tensor:
-    """Return the sample numbers as a tensor. Raises ValueError unless each is a sample of the batch."""
+    """Return the sample numbers, which may repeat, as int64 on the CPU; ValueError unless all are in [0, batch)."""
     numbers = integers("samples", samples, "integers, the samples to continue", 0)
     chosen = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     indices("samples", chosen, 0, batch)

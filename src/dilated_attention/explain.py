@@ -31,7 +31,7 @@ class Explanation:
         flops: floating-point operations of the forward, 4 head_dim per score entry. Over several ranks, flops and bytes
             do not take block layouts into account: they count the whole groups.
         bytes: the least memory traffic of the forward on the device: it reads rows of q, k and v, and reads and writes
-            rows of out and lse. Each group counts its own rows; inside a layout, each call does.
+            rows of out and lse. A row counts once per group that uses it; with a layout, once per call that uses it.
         calls: for each number of tokens that take part in a segment, the calls that the native backend makes for the
             layout of that many tokens.
         transport: with a mesh, how rows travel between ranks, why this way, and why each other way was not chosen.

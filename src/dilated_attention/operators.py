@@ -323,7 +323,11 @@ torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward
 
 
 def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
-    """Fold a call under `torch.func.vmap` into one call: the mapped dimension becomes a part of the batch."""
+    """Return an operator's arguments with the dimension that `torch.func.vmap` maps folded into the batch.
+
+    `info`, `in_dims`, `arguments`: what PyTorch passes to `_Attention.vmap`. Raises UnsupportedError for a mesh,
+    `cu_seqlens`, lists per batch element, and dropout with one seed for all.
+    """
     folded = []
     for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
         if argument.name == "cu_seqlens" and x is not None:

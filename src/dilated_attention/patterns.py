@@ -53,10 +53,16 @@ class _Term:
 
 
 class _Branched(_Term):
-    """Base class of patterns that can be written as a list of branches: `Dilated`, `Window`, and sums of them."""
+    """Base class of patterns that can be written as a list of branches: `Dilated`, `Window`, and sums of them.
+
+    A subclass defines `branches`.
+    """
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
-        """Return the pattern as branches, for num_heads KV heads; arguments as in `Dilated.offset_table`."""
+        """Return the pattern as branches, for num_heads KV heads; arguments as in `Dilated.offset_table`.
+
+        A window is one branch, over the whole sequence, with a band; see `plan.Branches`.
+        """
         raise NotImplementedError
 
     def coverage(self, seq_len: int, num_heads: int, is_causal: bool = False) -> Tensor:
@@ -92,7 +98,10 @@ class _Branched(_Term):
         warn_of_blind(keys, "A window covers every token")
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-        """Return the floating-point operations of a forward: 4 head_dim per score entry."""
+        """Return the floating-point operations of a forward: 4 head_dim per score entry.
+
+        num_heads: the number of KV heads, each counted with one query head.
+        """
         head_dim, seq_len = checks.positive("head_dim", head_dim), checks.positive("seq_len", seq_len)
         checks.boolean("is_causal", is_causal)
         plan = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal)
@@ -110,8 +119,8 @@ class _Branched(_Term):
         """Draw which keys (columns) each query (rows) of `head` sees; darker where the key counts more often.
 
         Args:
-            num_heads: the number of KV heads. Default: as many as the table of offsets has; without a table, just
-                enough for `head` to exist, and with `head_groups` at least one per branch.
+            num_heads: the number of KV heads. Default: just enough for `head` to exist; for a `Dilated` with a table of
+                offsets, as many as the table has, and with `head_groups`, at least one per branch.
             is_causal: hide the keys after each query.
         """
         checks.boolean("is_causal", is_causal)
@@ -414,7 +423,10 @@ class Sum(_Branched):
         return reduce(torch.add, [_counts_of(part, seq_len, num_heads, is_causal) for part in self.parts])
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-        """Return the floating-point operations of a forward: 4 head_dim per score entry."""
+        """Return the floating-point operations of a forward: 4 head_dim per score entry.
+
+        num_heads: the number of KV heads, each counted with one query head.
+        """
         if len(self.parts) == 1:
             return super().flops(seq_len, num_heads, head_dim, is_causal)
         return sum([part.flops(seq_len, num_heads, head_dim, is_causal) for part in self.parts])

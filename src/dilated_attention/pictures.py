@@ -53,7 +53,8 @@ def plot_counts(
     """Draw a square per (query row, key column) of one head: white if unseen, darker if more branches show the key.
 
     Args:
-        num_heads: heads of k and v; default: as many as a table of offsets has, else as many as `head` needs to exist.
+        num_heads: heads of k and v; default: as many as a table of offsets has, else as many as `head` needs to exist,
+            and with `head_groups` at least one per branch.
         layout_of: returns the block layout inside a segment, given the number of tokens that take part in it.
         pixels: the largest side of the picture; in a longer sequence a square is the mean over neighbouring pairs.
             None: no limit.
@@ -138,7 +139,7 @@ def plot_blocks(
     Args:
         shape: the number of query blocks, and of key blocks.
         block_size: tokens per query block, and per key block.
-        is_causal: draw the diagonal too.
+        is_causal: also draw the diagonal, as a dashed line.
     """
     sides = [min(number, PIXELS) for number in shape]
     row, column = (x * side // number for x, side, number in zip(blocks, sides, shape, strict=True))

@@ -69,7 +69,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file to read tensors, or rows of them. Raises ValueError like `read_tensors`."""
+    """Yield an open safetensors file (`safe_open`) to read tensors, or rows of them. Errors as in `read_tensors`."""
     require_file(path)
     try:
         with safe_open(path, framework="pt") as file:

@@ -169,5 +169,5 @@ def rendezvous_store() -> Store:
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh with a single axis over all ranks of a mesh with several axes."""
+    """Return a mesh with a single axis, called `name`, over all ranks of a mesh with several axes."""
     return mesh._flatten(name)

@@ -43,8 +43,8 @@ class Group:
         q_tokens, k_tokens: tokens per query block and per key block; the block size, or the length of the last block.
         masked: the diagonal cuts the key blocks.
         first: no earlier group holds any of the rows.
-        row_view: (first, step) if row t is the b query blocks starting at first + t * step; key_view: (first, step) if
-            it sees the m key blocks starting at first + t * step.
+        row_view: (first, step) if row t is the b consecutive query blocks from first + t * step on, for all heads; else
+            None. key_view: the same for the m key blocks that row t sees.
     """
 
     rows: Tensor
@@ -183,8 +183,9 @@ _SINGLE = _Shape(1, 1)
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
     """Return the row shapes to try, long rows first.
 
-    For each length, the strides are the frequent distances between the key blocks of one list, then 1. A list entry is
-    a `lane`, the number of a query block of a head, and a `key`, the number of a key block.
+    `_LONG_ROWS` gives their lengths. Their strides are 1 and each gap between successive key blocks of a list, in query
+    blocks, that is a quarter or more of all gaps. A list entry is a `lane`, the number of a query block of a head, and
+    a `key`, the number of a key block.
     """
     gaps = key.diff()[lane.diff() == 0]
     usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
@@ -279,8 +280,8 @@ def _families(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, i
     """Yield families of equally long runs of key blocks in consecutive rows: (entry that starts each run, length).
 
     `row`, `key`: one entry per row and key block that it sees, sorted. From row to row, the run moves by `pace`, the
-    key blocks that a row spans (a window), or stays (global keys). Runs of a single block count only if their row has
-    no other run: otherwise merging their result costs as much as gathering them.
+    key blocks that a row spans, if these are a whole number (a window), or stays (global keys). Runs of a single block
+    count only if their row has no other run: otherwise merging their result costs as much as gathering them.
     """
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = (key.diff() != 1) | (row.diff() != 0)

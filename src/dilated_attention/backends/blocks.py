@@ -84,7 +84,7 @@ def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: i
 
 
 def _cut(queries: int) -> int:
-    """Return how many queries are one unit of work in PyTorch's CPU operator, in calls of `queries` queries per row."""
+    """Return how many queries make a unit of work when PyTorch's CPU operator gets `queries` queries per problem."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
@@ -103,7 +103,7 @@ class Sequence:
 
         A call takes some rows with all heads; or some heads of one row, if a single row with all heads is too large.
         `by_head` applies where keys are gathered: a call then takes few heads and as many of their rows as possible, as
-        long as every thread has work. `token_bytes` is the size of one token of one head.
+        long as every thread has work. `token_bytes`: the bytes of temporaries per token and head.
         """
         threads = torch.get_num_threads()
         for group in self.groups:
@@ -168,9 +168,10 @@ class Sequence:
 
 
 def _folded(layout: BlockLayout, scores: Scores, *tensors: Any) -> tuple[Scores, list[Any]]:
-    """Fold a batch of small problems that share one list into one problem with more heads; return others unchanged.
+    """Fold a batch of small problems (`_FOLD_TOKENS`) into one problem with more heads.
 
-    Tensors (batch, heads, ...), q first, become (1, batch * heads, ...); None stays None.
+    Tensors (batch, heads, ...), q first, become (1, batch * heads, ...), as do the hash words of `scores`; None stays
+    None. Larger problems, a bias, and lists per sample or head forbid this; all is then returned unchanged.
     """
     q, pairs = tensors[0], scores.pairs
     small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS

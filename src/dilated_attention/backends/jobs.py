@@ -67,7 +67,7 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
         side: what the tiles hold.
         owned: group tiles into jobs such that no row is seen by tiles of two jobs: a job may then add to the rows that
             it sees. If not, a job is one tile, or up to `together` tiles in a launch for kernels/cpu/few.h.
-        most_few: a launch whose tiles have at most this many rows is for kernels/cpu/few.h.
+        most_few: a launch whose tiles have at most this many rows is marked `few`, owned or not (see `Launch`).
         together: the most tiles per job in such a launch.
     """
     lines = table.lines.numpy()

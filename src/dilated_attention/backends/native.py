@@ -110,7 +110,10 @@ class _Tile:
         return len(self.k_heads) < len(self.q_heads)
 
     def cut(self, pieces: int, most: int) -> Iterator[_Tile]:
-        """Cut into `pieces` tiles or more, in each of which problems times heads is at most `most`."""
+        """Cut into `pieces` tiles or more, or as many as there are problems and heads to cut.
+
+        In each tile, problems times heads is at most `most`.
+        """
         problems, heads = len(self.batch) * len(self.segment) * len(self.residue), len(self.q_heads)
         if pieces == 1 and problems <= _MOST_PROBLEMS and problems * heads <= most:
             yield self
@@ -141,7 +144,7 @@ class _Tile:
         return self._view(x, rows, self.k_heads, len(self.q_heads), 1)
 
     def key_sums(self, x: Tensor, rows: Rows) -> Tensor:
-        """View a tensor with KV heads as `keys` does, but a shared head once: gradients are summed over query heads."""
+        """View a tensor with KV heads as `keys` does, but a shared head once: the caller sums over its query heads."""
         return self._view(x, rows, self.k_heads, len(self.k_heads), 1)
 
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
@@ -273,9 +276,9 @@ def _pieces(indices: range, number: int) -> list[range]:
 def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
     """Cut a group with a band into groups that need only a causal mask or a bias, which PyTorch's operators support.
 
-    If the keys after those that all queries see form a causal square, there are two groups: all queries with the former
-    keys, and the square. Any other band is cut into runs of queries, each with the keys that some of its queries see
-    and the band of these rows, which becomes a bias of 0 or -inf.
+    A causal group, or one without a band, stays whole. If the band only makes the last keys, as many as the queries,
+    causal, these keys become a second group. Any other band is cut into runs of queries, each with the keys that some
+    of its queries see; the band between them becomes a bias of 0 or -inf.
     """
     if not group.banded or (group.low is None and group.high == 0):
         yield group

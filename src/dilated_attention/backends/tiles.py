@@ -54,9 +54,11 @@ class Table:
         is_causal: whether a diagonal (`near`) limits what a tile sees of each span.
         banded: whether a second diagonal (`far`) limits it too.
         even: whether every tile is full: those of `lines`, and those that the loop streams.
-        edge: which streamed tiles the kernel must mask. 0: none. -1: all. Positive: in spans, those at the ends of a
-            span; in lists of blocks, those of the last `edge` key blocks (or the first `edge` query blocks) of a list.
-        reach: an upper bound for the tokens between the first and the last row of a tile that the loop streams.
+        edge: which streamed tiles the kernel must mask. 0: none. -1: all. Positive: in spans, those on a diagonal and
+            the partial last one of keys; in lists of blocks, those of the last `edge` key blocks (or the first `edge`
+            query blocks) of a list.
+        reach: an upper bound for the tokens between the first and the last row of a tile that the loop streams. It
+            decides whether their offsets need 64 bits.
         count: the number of rows per segment, which is the key of its layout in `Layouts`; None without layouts.
     """
 
@@ -245,7 +247,8 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
 def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
     """Return the cells of each launch: one launch per turn (see `turns`), or fewer with `join`.
 
-    A cell is a run of rows with the spans that they all see, not yet cut into tiles.
+    A cell is a run of rows with the spans that they all see, not yet cut into tiles. A `Part` is an array of cells and
+    the KV heads that they are computed for.
 
     With `join`, consecutive turns become one launch if the loops then take hardly more steps. Then branches share
     one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch (rate
@@ -429,8 +432,8 @@ def outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 def gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
     """Return a buffer for the gradient of x.
 
-    With `add`, launches add to it, so it is zeros in float32. Otherwise a single launch writes each row; it is filled
-    with zeros unless the launches write all rows (`covered`).
+    With `add`, launches add to it, so it is zeros in float32. Otherwise it has x's dtype, and a single launch writes
+    each row; it is filled with zeros unless the launches write all rows (`covered`).
     """
     if add or not covered:
         return x.new_zeros(x.shape, dtype=torch.float32 if add else x.dtype)

@@ -46,9 +46,9 @@ class Rule:
 
     Attributes:
         asks: what a call needs beyond q, k, v and causality, as in `Facts.needs`; "" for nothing.
-        native: what such a call costs on the native backend on a GPU, counted and not timed.
-        least: the number of score entries times head_dim above which this backend is faster, by architecture
-            (kernels/configurations.py); None where being right is enough, since native cannot compete.
+        native: what the native backend does on a GPU for such a call, as the end of a message; counted, not timed.
+        least: the least number of score entries times head_dim at which this backend is faster, by architecture
+            (kernels/configurations.py). None: choose it at any size, since native cannot compete.
     """
 
     asks: str
@@ -444,9 +444,9 @@ def _of_dropout(dropout: Dropout | None) -> dict[str, Any]:
 
 
 def _row(numbers: dict[str, Any]) -> int:
-    """Return the most elements between a key and the next one, in the tensors that the loops of forward and dq read.
+    """Return the largest stride of a token in k, v and the hash words of keys, in elements.
 
-    `numbers`: from `_numbers`.
+    Times `Table.reach`, it says whether a streamed tile needs 64-bit offsets. `numbers`: from `_numbers`.
     """
     return max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])
 

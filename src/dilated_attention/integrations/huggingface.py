@@ -306,7 +306,7 @@ _CHOSEN = "_chosen_blocks"
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose class name ends in "Attention" and that have no such module as a child."""
+    """Return the modules whose class name ends in "Attention" and that have no such module as a direct child."""
     modules = [x for x in model.modules() if type(x).__name__.endswith("Attention")]
     return [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
 
@@ -441,8 +441,10 @@ def visibility(
 ) -> Visibility | Shown | Refused:
     """Describe what the queries of a forward may see. This is the mask function that transformers calls.
 
-    It takes the arguments of transformers' `sdpa_mask`, and refuses what this library cannot compute. Some models make
-    masks for kinds of layers that they do not have; so a mask with a window is refused only by the layer that gets it.
+    It takes the arguments of transformers' `sdpa_mask`. The result is a `Visibility` for dilated layers, and a `Shown`
+    for layers that keep the model's own attention. A dilated model's window, and a mask that `read_mask` cannot read,
+    give a `Refused`, which raises only in a layer that gets it: some models make masks for kinds of layers that they do
+    not have. Anything else that this library cannot compute raises an UnsupportedError here.
     """
     if isinstance(attention_mask, NotATensor):  # made before the forward: by `generate`, or by a model that holds one
         return attention_mask
@@ -505,7 +507,8 @@ def _padded(seen: Visibility, real: Tensor) -> Visibility:
 def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_start: int, mask: Tensor | None) -> Shown:
     """Return what a mask shows, together with the positions of its queries and keys, and the keys that are padding.
 
-    queries, keys: their number. mask: `(batch, positions)` from position 0 on, true at real tokens; None: no padding.
+    queries, keys: their number. q_start: an integer or a one-element tensor. mask: `(batch, positions)` from position 0
+    on, true at real tokens; None: no padding.
     """
     hidden = None
     if mask is not None:
@@ -574,7 +577,9 @@ def attention_forward(
         query: `(batch, heads, new, head_dim)`.
         key, value: `(batch, kv_heads, past + new, head_dim)`.
         attention_mask: what our mask function returned.
+        is_causal: decides without a mask (see `_is_causal`). With a `Visibility` it must agree; a `Shown` ignores it.
         s_aux: what this library calls sinks.
+        kwargs: other arguments of the model, refused if they would change the attention.
 
     Returns:
         out `(batch, new, heads, head_dim)`, and None in place of weights.
@@ -626,7 +631,7 @@ def _attend_own(
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
     """Refuse arguments that a model passes to its attention and that would change it in ways we do not compute.
 
-    own: whether the model's own attention is computed, whose mask already describes its window.
+    own: the model's own attention is computed: accept `sliding_window`, since the mask already describes the window.
     """
     for name, given in arguments.items():
         if given is None or given is False or name in _WITHOUT_EFFECT:
@@ -640,7 +645,10 @@ def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -
 
 
 def _attend_cached(seen: Visibility, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, **options: Any) -> Tensor:
-    """Attend from new tokens to the tokens in the cache and to themselves."""
+    """Attend from new tokens to the tokens in the cache and to themselves. Return out, shaped like q, 0 at padding.
+
+    `options`: scale and sinks of `cached_attention`.
+    """
     q, k, v = as_autocast(q, k, v)  # as attention does by itself
     if seen.samples is None:
         return cached_attention(q, k, v, pattern, **options)

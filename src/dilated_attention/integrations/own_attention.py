@@ -207,7 +207,8 @@ def read_arguments(
 
     Args:
         local_size: the size of the window or of the chunks, in tokens; None: neither.
-        mask: `(batch, seq)`, True for real tokens.
+        config: tells which of the two: its `sliding_window` or its `attention_chunk_size` equals local_size.
+        mask: `(batch, seq)`, True for real tokens: chunks count from the first of them; None: all are real.
         arguments: the remaining arguments of `sdpa_mask`, which show whether another mask was combined with it.
     """
     if mask_function is causal_mask_function:

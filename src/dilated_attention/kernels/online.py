@@ -117,7 +117,7 @@ def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CH
     """Return a tile's initial (m, z, acc), maximum, denominator and numerator of the running softmax.
 
     They continue what an earlier launch wrote (if CHAIN, and `first` is 0) or begin empty, and include `phantoms` keys
-    with score 0 and value 0. `rows` and `stats` are the offsets of the tile's rows in OUT and LSE.
+    with score 0 and value 0. m is times log2(e). `rows` and `stats` are the offsets of the tile's rows in OUT and LSE.
     """
     if CHAIN:
         before = inside & (tl.broadcast_to(first, inside.shape) == 0)  # the interpreter has no masks of scalars
@@ -137,7 +137,7 @@ def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CH
 
 @triton.jit
 def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
-    """Write out = acc / z and lse = m + log z. Rows that saw nothing get 0 and -inf; a NaN stays a NaN."""
+    """Write out = acc / z and lse = (m + log2 z) / log2(e). Rows that saw nothing get 0 and -inf; a NaN stays a NaN."""
     some = z != 0.0
     z = tl.where(some, z, 1.0)
     store_rows(OUT, rows, d, inside, acc / z[:, None], D)
@@ -196,8 +196,8 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_s
               DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Return dq + ds k, where p = exp(s - lse) and ds = p (do vᵀ - delta). The caller multiplies by the scale.
 
-    delta = rowsum(dout · out) - dlse. `visible`, `keep` and `keep_scale` are as in `attend`; dropout applies to do vᵀ.
-    With a softcap, ds is also multiplied by the derivative of the cap.
+    lse is passed times log2(e), and delta = rowsum(dout · out) - dlse. `visible`, `keep` and `keep_scale` are as in
+    `attend`; dropout applies to do vᵀ. With a softcap, ds is also multiplied by the derivative of the cap.
     """
     t, scale = scores(q, k, scale, softcap, PRECISION)
     s = t * scale - lse[:, None]
@@ -245,7 +245,7 @@ def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl
     """Write lse · log2(e) and delta = rowsum(dout · out) - dlse side by side, for the `size` = B · N · H rows of out.
 
     Rows that saw nothing get lse = inf, so that their p is 0. out is contiguous; dout has the strides (sb, sn, sh) ·
-    UNIT.
+    UNIT. DLSE may be None, for a gradient of 0.
     """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)

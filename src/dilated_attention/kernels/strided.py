@@ -85,9 +85,9 @@ def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr
                KEYS: tl.constexpr, SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Return the tiles of R tokens that one pass of the loop visits, over all spans of the line at address T.
 
-    The pass with MASKED visits the tiles that may need a mask: those on a diagonal and, for keys, at the end of a span
-    (all tiles if EDGE < 0). The other pass visits the rest. If KEYS, the spans hold keys, otherwise queries, whose p is
-    0 past the end of a span.
+    If EDGE < 0, the pass with MASKED visits all tiles. Otherwise it visits those on a diagonal and, for keys, a partial
+    one at the end of a span; the pass without MASKED visits the rest. If KEYS, the spans hold keys, otherwise queries,
+    whose p is 0 past the end of a span.
 
     Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, and the diagonals
     near and far. In a WINDOW the pass with MASKED has two such parts per span: the tiles before those without a mask,
@@ -279,8 +279,11 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
                   EDGE: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
-    """Compute dk and dv, contiguous, with the arguments of `backward_dq`. Tiles hold keys, and spans the queries that
-    see them. The loop runs through the spans once for each query head of the KV head."""
+    """Compute dk and dv, contiguous, with the arguments of `backward_dq`; EVEN: no tile has rows past its end to mask.
+
+    Tiles hold keys, and spans the queries that see them. The loop runs through the spans once for each query head of
+    the KV head.
+    """
     T, b, h, _ = read_tile(TILES, B, 1, SPANS)
     i = tl.arange(0, BN)
     d = tl.arange(0, DP)

@@ -163,7 +163,10 @@ def to_bsr(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> Tensor:
 
 
 def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple[int, int]]:
-    """Return (indptr, indices, seq_len, block size) of a BSR tensor."""
+    """Return (indptr, indices, seq_len, block size) of a BSR tensor.
+
+    `seq_len`: the sequence length; None: the tensor's number of columns, which must then equal its rows.
+    """
     if t.layout != torch.sparse_bsr:
         raise ValueError(f"t must be a torch.sparse_bsr tensor, got {t.layout}; use t.to_sparse_bsr(block_size)")
     if not 2 <= t.ndim <= 4:
@@ -266,7 +269,10 @@ def _places(blocks: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor]:
 
 
 def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
-    """Turn the lists of a BlockMask into ascending block numbers, row * columns + column."""
+    """Turn lists of a BlockMask into ascending block numbers, row * columns + column.
+
+    `counts`, `entries`: as `_rectangle` returns them. Row numbers continue from one head to the next.
+    """
     width = entries.shape[-1]
     row, at = (torch.arange(width, device=entries.device) < counts.reshape(-1, 1)).nonzero(as_tuple=True)
     return (row * grid.columns + entries.reshape(-1, width)[row, at].long()).sort().values

@@ -82,8 +82,8 @@ class BlockGrid:
         return self.queries()[1].squeeze(1) // self.k_block + 1
 
     def above(self, row: Tensor, column: Tensor) -> Tensor:
-        """Return, as booleans, which blocks (row, column) lie wholly above the diagonal. Row numbers may continue from
-        one head to the next."""
+        """Return, as booleans, which blocks (row, column) lie wholly above the diagonal, whether or not the grid is
+        causal. Row numbers may continue from one head to the next."""
         last_query = ((row % self.rows + 1) * self.q_block).clamp_(max=self.seq_len) - 1
         return column * self.k_block > last_query
 
@@ -137,7 +137,10 @@ def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
 
 
 def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
-    """Return disjoint ascending runs of key blocks, (first block, length), each `(rows, intervals)`; some are empty."""
+    """Turn intervals of tokens into disjoint ascending runs of key blocks: (first block, length).
+
+    Both are `(rows, intervals)`. A run that is not needed has length 0. If the grid is causal, later keys are left out.
+    """
     first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
     if grid.is_causal:
         torch.minimum(last, grid.queries()[1], out=last)

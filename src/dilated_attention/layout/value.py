@@ -485,6 +485,7 @@ class BlockLayout:
 
         Each score entry costs head_dim multiplications and head_dim additions, once for q kᵀ and once for P v. The
         count is for one batch element, or for all of them if each has its own lists. num_heads is as in `coverage`.
+        `is_causal`: count the layout made causal, as a causal call computes it.
         """
         num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
@@ -501,9 +502,10 @@ class BlockLayout:
         return self.for_heads(num_heads)
 
     def check(self, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> None:
-        """Raise unless the layout fits tensors of this batch size, length and number of heads.
+        """Raise unless the layout fits tensors of this batch size, length and number of query heads.
 
-        With one list per KV head, all query heads that share a KV head use its list.
+        `num_kv_heads`: also accept one list per KV head, which all query heads that share the KV head use. None: only
+        shared lists or one per query head.
         """
         self._require_unchanged()
         if seq_len != self.seq_len:
@@ -656,7 +658,7 @@ class BlockLayout:
     # ---- conversions
 
     def dense_blocks(self) -> Tensor:
-        """Return booleans `(batch or 1, heads or 1, query blocks, key blocks)`, True if active; refused when large."""
+        """Return booleans `(batch or 1, heads or 1, query blocks, key blocks)`, True if active; refused above 2^26."""
         shape = (self.batch_size, self.num_heads, self.query_blocks, self.key_blocks)
         conversions.check_dense(shape)
         dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
@@ -666,7 +668,7 @@ class BlockLayout:
     def dense_mask(self) -> Tensor:
         """Return booleans `(batch or 1, heads or 1, seq, seq)`, True where a query sees a key.
 
-        Meant for tests; refused when large.
+        Meant for tests; refused above 2^26 elements.
         """
         conversions.check_dense((self.batch_size, self.num_heads, self.seq_len, self.seq_len))
         token = torch.arange(self.seq_len, device=self.device)

@@ -61,7 +61,7 @@ class TileAttention:
 
         Args:
             layer: the layer whose attention is drawn; None: attention rolled up over all layers.
-            head: the head of the layer that is drawn; None: the mean over heads.
+            head: the head of the layer that is drawn, an error without `layer`; None: the mean over heads.
         """
         if layer is None and head is not None:
             raise ValueError(f"head={head} needs a layer: what is rolled up is of all heads")
@@ -153,7 +153,7 @@ def tile_attention(
 class _Layer:
     """Compute the attention of one layer and store its queries and keys in `file`, its lse in the tensor `lse`.
 
-    lse is `(heads, tokens)`.
+    A block calls it as its `memory`, with q, k and v of one slide, batch 1; it returns out. lse is `(heads, tokens)`.
     """
 
     def __init__(self, pattern: Dilated, backend: str, file: IO[bytes], lse: Tensor) -> None:

@@ -495,12 +495,13 @@ def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> 
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate weights along the rows. If one of them is missing, the result has no storage."""
+    """Concatenate weights along the rows. If one is on the meta device, which marks it as missing, so is the result."""
     return torch.cat([x.to("meta") for x in parts] if any(x.is_meta for x in parts) else list(parts))
 
 
 def _halves(x: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows: rows 2i of each head first, then rows 2i + 1."""
+    """Reorder rows: rows 2i of each head first, then rows 2i + 1. torchscale rotates channels (2i, 2i + 1) together,
+    `nn.rotate` channels (i, i + head_dim / 2)."""
     return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -509,7 +510,8 @@ def _stack(
 ) -> None:
     """Take torchscale's weights named `theirs` + ... as those of a `LongNetStack` named `ours` + ...
 
-    cross: with cross-attention. output: with an output projection, if the configuration has a vocabulary.
+    cross: with cross-attention. output: with a vocabulary, take the output projection too, or only accept its name if
+    it is tied to the embedding.
     """
     dim, width = config.embed_dim, config.mlp_width
     for i in range(config.num_layers):

@@ -18,8 +18,10 @@ Some = TypeVar("Some", bound="Configuration")
 class Configuration:
     """Write the fields of a frozen dataclass as JSON, and read them.
 
-    The fields named in `nested` are objects in the JSON text, or null. Those in `newer` may be missing, as in files of
-    earlier versions. `presets` holds the fields of published configurations by name.
+    A subclass is the dataclass, and may set three class variables. The fields in `nested` are objects in the JSON text,
+    or null; each is mapped to the object's dataclass, or to a function (fields, where) that makes it. Fields in `newer`
+    may be missing, as in files of earlier versions, and then have their defaults. `presets` holds the fields of
+    published configurations by name.
     """
 
     nested: ClassVar[Mapping[str, Any]] = {}
@@ -133,7 +135,11 @@ MOST, MOST_TOKENS = 1024, 1 << 48
 
 
 class _Selection:
-    """Base class of the options of an attention module that selects its keys. Making the module checks them."""
+    """Base class of the options of an attention module that selects its keys.
+
+    A subclass is a dataclass of the module's integer arguments, and sets `kind`, the module's class. New options are
+    checked by making the module on the meta device.
+    """
 
     kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]]
 

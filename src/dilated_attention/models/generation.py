@@ -53,7 +53,7 @@ class _Buffer(Protocol):
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
         """Return (heads, row, rows) of the token at a position.
 
-        It takes part in these KV heads, is kept in `row` (None: not kept), and sees `rows` of the buffer.
+        It takes part in these KV heads, is kept in `row` (None: not kept), and sees `rows`, which include its own.
         """
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:

@@ -179,7 +179,7 @@ class GigaPathSlideEncoder(Pretrained):
     ) -> list[Float[Tensor, "batch tiles_and_one embed_dim"]]:
         """Return the encoder's states of the cls token and the tiles, with zeros at padding.
 
-        The result is a list that holds the last states only, or with all_layers what `LongNetEncoder` returns.
+        The list holds the last states only, or with all_layers the layers + 2 states that `LongNetEncoder` returns.
         """
         states, counts = self._states(x, coords, lengths, all_layers)
         kept = within([count + 1 for count in counts], x.shape[1] + 1, x.device)
@@ -193,9 +193,9 @@ class GigaPathSlideEncoder(Pretrained):
         all_layers: bool,
         first_only: bool = False,
     ) -> tuple[list[Tensor], list[int]]:
-        """Return packed states, `(1, tokens, embed_dim)`, and each slide's number of tiles.
+        """Return the states that `tokens` lists, packed as `(1, tokens, embed_dim)`, and each slide's number of tiles.
 
-        first_only: return the states of the cls tokens only.
+        first_only: return the states of the cls tokens only, `(1, slides, embed_dim)`.
         """
         require_one_device(self, self.encoder.mesh)
         rows, counts = self.embed(x, coords, lengths)
@@ -237,7 +237,7 @@ class GigaPathSlideEncoder(Pretrained):
         return rows[None], counts
 
     def _places(self, points: Tensor, counts: list[int]) -> Tensor:
-        """Return the grid cell of each tile of all slides, int64 `(tiles, 2)`.
+        """Return the grid cell of each tile of all slides, int64 `(tiles, 2)`; ValueError if one is outside the grid.
 
         points: the tiles' coordinates in pixels, `(tiles, 2)`. counts: the number of tiles of each slide.
         """

@@ -112,14 +112,15 @@ class LongNetEncoder(LongNetStack):
         """Return the states of all tokens.
 
         Args:
+            inputs: token ids or vectors, see the class.
             lengths: number of tokens of each sample, which gets the states that it would have alone. The rest is
                 padding: it costs nothing, affects nothing, and gets states 0.
             cu_seqlens: the edges of samples that are packed one after another, batch 1, from 0 to seq. Each sample gets
                 the states that it would have alone.
             positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
             seq_len: over a mesh, the length of the whole sequence; None: equal shards.
-            all_layers: return a list: the embeddings, the states after each block, and the normed states after the
-                last.
+            all_layers: return a list of layers + 2 states: the embeddings, the states after each block, and the last of
+                these after the final norm.
             first_only: return the state of each sample's first token alone, `(batch, 1, embed_dim)`, or `(1, samples,
                 embed_dim)` for packed samples; the last block computes nothing else. Not allowed with all_layers or
                 lengths.

@@ -103,7 +103,7 @@ def require_tokens(inputs: Tensor) -> None:
 
 
 def warn_of_layout(x: Tensor) -> None:
-    """Warn if a batch-first model gets what looks like (seq, batch, ...)."""
+    """Warn if x `(batch, seq, ...)` has seq 1 and a batch of at least `MANY`: it probably is (seq, batch, ...)."""
     if x.shape[1] == 1 and x.shape[0] >= MANY:
         warnings.warn(
             f"input of shape {tuple(x.shape)} is read as (batch, seq, ...): {x.shape[0]} samples of one token each; "

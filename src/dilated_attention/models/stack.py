@@ -62,9 +62,10 @@ class _Asked:
 
 
 class LongNetStack(Pretrained):
-    """Base class of all LongNets: an embedding, pre-norm blocks, a final norm.
+    """Base class of `LongNetEncoder` and `LongNetLM`: an embedding, pre-norm blocks, a final norm.
 
-    Follows LongNet (Ding et al. 2023, arXiv:2307.02486), and with `config.sub_ln` MAGNETO (arXiv:2210.06423).
+    It follows LongNet (Ding et al. 2023, arXiv:2307.02486), and with `config.sub_ln` MAGNETO (arXiv:2210.06423).
+    A subclass adds `forward`, which calls `embed` and `hidden`.
 
     Args:
         cross_attention: add cross-attention to every block.
@@ -154,7 +155,8 @@ class LongNetStack(Pretrained):
         self.mesh = held_mesh(mesh)
 
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
-        """Return the embeddings of tokens; without an embedding, the vectors as they are."""
+        """Return the embeddings of token ids `(batch, seq)`. With `vocab_size=None`, inputs are vectors `(batch, seq,
+        embed_dim)`, returned as they are."""
         config = self.config
         if self.embedding is None:
             if inputs.dim() != 3 or inputs.shape[2] != config.embed_dim or not inputs.is_floating_point():
@@ -180,11 +182,11 @@ class LongNetStack(Pretrained):
         first_only: bool = False,
         **sources: Any,
     ) -> list[Float[Tensor, "batch seq embed_dim"]]:
-        """Return the normed last states as [last], or with `all_layers` as [x, states after each block, last].
+        """Return [last], the states after the last block and the final norm.
 
-        x is the embedding. With lengths, samples are packed one after another for all layers, so that padding costs
-        nothing and no sample sees another; states are 0 at padding. With cu_seqlens the samples are packed already, and
-        the result is packed too.
+        With `all_layers` return layers + 2 states: x, the states after each block, and last. x is the embedding. With
+        lengths, samples are packed one after another for all layers, so that padding costs nothing and no sample sees
+        another; states are 0 at padding. With cu_seqlens the samples are packed already, and the result is packed too.
 
         Args:
             positions, seq_len: as in `LongNetEncoder.forward`.

@@ -30,9 +30,11 @@ from dilated_attention.patterns import Dilated, layout_for
 class BlockPooling(nn.Module):
     """Pool each block of rows into one row, y_i = W_2 gelu(W_1 [x_{id}; …; x_{id + l - 1}] + b_1) + b_2, for each head.
 
-    Here l is the length of a block and d the stride from one block to the next; only whole blocks give a row. W_1 has
-    separate columns for every position in the block. The vectors that the paper adds to the positions are left out: b_1
-    includes their effect.
+    Here l is the length of a block and d the stride from one block to the next; only whole blocks give a row. All heads
+    share the weights. W_1 has separate columns for every position in the block. The vectors that the paper adds to the
+    positions are left out: b_1 includes their effect.
+
+    forward: x `(batch, seq, kv_heads, head_dim)` -> `(batch, blocks, kv_heads, head_dim)`. factory: device and dtype.
     """
 
     def __init__(self, head_dim: int, length: int, stride: int, **factory: Any) -> None:
@@ -53,7 +55,7 @@ class BlockPooling(nn.Module):
     def sums(self, x: Tensor) -> Tensor:
         """Return W_1 [x_{id}; …; x_{id + l - 1}] for each block. Over a mesh, x is 0 at the tokens of other ranks.
 
-        x is shaped as in forward, `(batch, seq, kv_heads, head_dim)`.
+        Shapes are as in forward.
         """
         return F.linear(self._blocks(x), self.hidden.weight)
 

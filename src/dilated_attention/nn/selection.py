@@ -228,13 +228,17 @@ def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
 
 
 class SelectingAttention(nn.Module):
-    """Base class of causal self-attention over selected keys. A subclass has `_whole`, `_next`, `_importance`, and:
+    """Base class of causal self-attention over selected keys.
+
+    A subclass defines `_whole`, `_next` and `_importance`, and sets the attributes below except query_block. A branch
+    is one attention of q, with keys and values of its own.
 
     Attributes:
         query_block: this many neighbouring queries share the blocks that the first of them chooses.
         shown: the arguments that its repr shows.
-        input: the projections to queries, and to keys and values of each branch in turn. A branch is one attention.
-        unrotated: the number of branches, counted from the first, whose keys `_project` does not rotate.
+        input: one projection of x to the queries, then to the keys and values of each branch in turn.
+        output: the projection of the heads' results to the output.
+        unrotated: the number of branches, counted from the first, whose keys `_project` does not rotate; default 0.
         choice: the options `number`, `local` and `first` of `largest_blocks`.
     """
 
@@ -369,7 +373,8 @@ class SelectingAttention(nn.Module):
     def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
         """Return how important key blocks 0 … `blocks` - 1 are to these queries, `(batch, lists, queries, blocks)`.
 
-        position: the token of each query. key: the pooled keys, `(batch, rows, kv_heads, head_dim)`.
+        The subclass has one list per head or per KV head. position: the token of each query. key: the pooled keys,
+        `(batch, rows, kv_heads, head_dim)`, one row for each run of tokens that the subclass pools, such as a block.
         """
         raise NotImplementedError
 

@@ -36,7 +36,8 @@ class Memory(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Return the attention of these tokens over all tokens so far, shaped like q.
 
-        `attend` computes the attention of these tokens over themselves, without earlier ones.
+        q, k, v: from `SelfAttention.project`. `attend(q, k, v)` computes the attention of these tokens over themselves,
+        without earlier ones.
         """
 
 
@@ -170,7 +171,8 @@ class SelfAttention(nn.Module):
 
 
 def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) -> Tensor:
-    """Return the first token of each sample, for x of shape (batch, seq, ...) or packed samples (1, tokens, ...)."""
+    """Return the first token of each sample: `(batch, 1, ...)` for x `(batch, seq, ...)`, or `(1, samples, ...)` for
+    packed samples `(1, tokens, ...)`."""
     return x[:, :1] if cu_seqlens is None else x[:, cu_seqlens[:-1]]
 
 

@@ -302,7 +302,10 @@ class Link:
         return self.started(works, buffer, sent, received, seal, what)
 
     def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
-        """Start an all-gather of one message per rank. All ranks' messages have the same number of rows."""
+        """Start an all-gather: send one message, `send` framed as `sent`, and receive every rank's, this one included.
+
+        All messages have the same number of rows, and are received in the order of the ranks.
+        """
         everyone = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
         seal, buffer = self._next_collective(send, sent, what), self._blank(everyone, send)
         with self.guard(what):
@@ -491,7 +494,11 @@ class Link:
     def started(
         self, works: list[dist.Work], buffer: Tensor, sent: Framing, received: Framing, seal: tuple[int, int], what: str
     ) -> Transfer:
-        """Add a transfer that has started to the traffic counts, and return it."""
+        """Add a transfer that has started to the traffic counts, and return it.
+
+        `works`: the operations to wait for. `buffer`: where the messages arrive, framed as `received`. `seal`: the seal
+        that each of them must have.
+        """
         row_bytes = buffer.shape[1:].numel() * buffer.element_size()
         out, into = sent.without(self.rank), received.without(self.rank)
         self.traffic.bytes_sent += row_bytes * out.rows

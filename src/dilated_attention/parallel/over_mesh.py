@@ -149,7 +149,7 @@ def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tupl
 
 
 def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
-    """Run a schedule: compute each part that it yields, and send the result back into it."""
+    """Run a schedule: compute each part that it yields, and send the result back into it. Return what it returns."""
     answer = None
     while True:
         try:
@@ -248,7 +248,7 @@ class _Compute:
         return dk, dv
 
     def _index(self, queries: BlockQueries) -> tuple[Any, ...]:
-        """Return the index of the part's rows and heads in the shard's tensors."""
+        """Return the index (batch, tokens, query heads) of these queries in the shard's q, out, lse and gradients."""
         heads = [head * self.ratio + i for head in queries.heads for i in range(self.ratio)]
         return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
 
@@ -364,7 +364,7 @@ def backward(
 
 
 def empty_saved(call: Call, q: Tensor, k: Tensor) -> list[Tensor]:
-    """Return fake tensors shaped like those that `forward` saves for the backward."""
+    """Return uninitialized tensors like those that `forward` saves for the backward, for tracing with fake tensors."""
     found: list[Tensor] = []
     for _ in range(1 if call.lengths is None or not len(q) else len(q)):
         found += (*_empty_rows(call, q, k), torch.empty((), dtype=torch.int64, device="cpu"))

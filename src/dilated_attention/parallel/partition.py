@@ -121,6 +121,7 @@ class Crossing:
     A query at token p sees the keys at p + i * rate for low <= i <= high.
 
     Attributes:
+        branch, heads: the number of the branch, and the KV heads that have this offset in it.
         queries, keys: the tokens of the segment that are queries and keys, on all ranks.
         band: the limits (low, high); None: no limit.
         own, shown: the queries and the keys that this rank holds.
@@ -229,12 +230,12 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
 class Remote:
     """Hold a plan over received rows, and where each of these rows lies in the key tensor that the plan reads.
 
-    The key tensor is `(batch, rows, num_heads, head_dim)`.
+    The key tensor is `(batch, rows, kv_heads, head_dim)`.
 
     Attributes:
         rows: rows of the key tensor.
-        keys: int64, the row keys (token * num_heads + head) of the received rows.
-        slots: int64, where each of them lies in the key tensor, (row of the tensor) * num_heads + head. No group reads
+        keys: int64, the row keys (token * kv_heads + head) of the received rows.
+        slots: int64, where each of them lies in the key tensor, (row of the tensor) * kv_heads + head. No group reads
             other places.
     """
 
@@ -351,7 +352,8 @@ def rows_from(sharding: Sharding, rank: int) -> Integers:
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
     """Return which of this rank's rows of a crossing segment each other rank sees.
 
-    The result is a list of ranges, and for each rank the index of its range in the list.
+    The result is a list of ranges, and for each rank the index of its range in the list. Range 0 is empty: it is the
+    range of ranks that see no row, and of this rank itself.
     """
     bounds, queries, rows, (low, high) = np.array(sharding.bounds), crossing.queries, crossing.shown, crossing.band
     start, stop = np.maximum(bounds[:-1], queries.start), np.minimum(bounds[1:], queries.stop)
@@ -517,7 +519,7 @@ def _doubled_segment(sharding: Sharding, branch: int) -> int:
 def doubling_level(sharding: Sharding, branch: int) -> int:
     """Return the number of rounds of doubling after which a rank holds all rows of its segment in the branch.
 
-    It is 0 or -1 where segments lie inside shards.
+    It is 0 if a segment is one shard, and -1 if it is shorter.
     """
     return (_doubled_segment(sharding, branch) // (sharding.seq_len // sharding.world_size)).bit_length() - 1
 

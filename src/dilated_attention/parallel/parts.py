@@ -168,7 +168,8 @@ class Own:
     def add(self, returned: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients that other ranks returned to dk and dv of the shard, which must be contiguous.
 
-        `returned` is a buffer of rows, or one such buffer from each rank if rows went to all of them.
+        `returned` is a buffer `(size, 2, batch, head_dim)` of (dk, dv). If the rows went to all ranks, it is one such
+        buffer from each rank, one after another, and they are summed.
         """
         if len(returned) > self.size:
             returned = returned.unflatten(0, (-1, self.size)).sum(0)

@@ -33,7 +33,7 @@ def missing(store: dist.Store, keys: Sequence[str], seconds: float) -> list[int]
 
 
 def _unwritten(store: dist.Store, keys: Sequence[str], start: int) -> list[int]:
-    """Return the indices of the unwritten keys, counted from `start`, by bisection of `keys`."""
+    """Find unwritten keys by bisection, and return start + i for each unwritten keys[i]."""
     if store.check(list(keys)):
         return []
     if len(keys) == 1:
@@ -86,9 +86,10 @@ _witness: Callable[[], str] | None = None
 
 
 def set_witness(verdict: Callable[[], str] | None) -> None:
-    """Use `verdict` to name lost ranks when an exchange fails; None: use the store again.
+    """Call `verdict` when an exchange fails, to say which ranks are lost; None: ask the store again.
 
-    Meant for a program that watches its ranks itself.
+    `verdict` returns text for the error message, or "" if no rank is lost. Meant for a program that watches its ranks
+    itself.
     """
     global _witness
     _witness = verdict

@@ -46,7 +46,8 @@ def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
-    """Return a random int64, the same on every rank of the mesh; each rank draws one from its own generator."""
+    """Return one random int64, of shape (), on every rank of the mesh: the largest of the numbers that each rank
+    draws from its own generator."""
     link = link_of(context_group(mesh))
     seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=device)
     with link.guard("while agreeing on the seed of dropout"):

@@ -217,6 +217,8 @@ class TransportChoice:
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     """Return the transport of a call, from the cache. The choice is the same on every rank.
 
+    A transport given by name is returned, or raises ValueError if it cannot serve the call.
+
     `auto` compares the traffic of one fixed rank: the last rank if causal, the first if the pattern has leading
     tokens, else the middle one. It takes the transport with the least modelled time among `ulysses`, `exchange` and
     `doubling`. The last two are ruled out if the rows that they keep for the backward take more than `_BUFFER_SHARDS`

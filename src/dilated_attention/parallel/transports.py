@@ -68,6 +68,9 @@ Made = TypeVar("Made", bound="_Tables | _DoublingTables")
 class _Schedule(Generic[Made]):
     """Base class of schedules, for one sharding on one rank.
 
+    A subclass defines `make`, and the coroutines of a schedule (see the module): `forward(k, v)`, which returns a
+    tensor to save, and `backward(k, v, saved)`. They read `self.tables`, which `make` has made or the cache has kept.
+
     `row_bytes`: the bytes of a message's row. `Made`: the type of the tables that `make` returns.
     """
 

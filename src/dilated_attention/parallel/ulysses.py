@@ -51,7 +51,7 @@ class Ulysses:
         return [x.unflatten(0, (size, shard)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(2, 3) for x in arrived]
 
     def _exchange(self, rows: Sequence[Tensor], leaving: list[int], arriving: list[int], what: str) -> list[Tensor]:
-        """Exchange rows of several tensors, `(rows, ...)`, side by side in one message of bytes, as `Link.moved`."""
+        """Exchange rows of several tensors, `(rows, ...)`, packed side by side into bytes that `Link.moved` moves."""
         packed = torch.cat([_packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
         widths = [x.shape[1:].numel() * x.element_size() for x in rows]
         parts = self.link.moved(packed, leaving, arriving, what).split(widths, 1)

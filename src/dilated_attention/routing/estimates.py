@@ -35,8 +35,8 @@ class Sample(NamedTuple):
             where the last block has fewer.
         peaks: the number of keys per block.
         scale: the factor of the scores.
-        first_key: `(batch, 1, kv_heads, head_dim)`, used in place of the first key. It is a view of the same tensor as
-            `key`. None: use the first key.
+        first_key: `(batch, 1, kv_heads, head_dim)`, used in place of key[:, :1], for a strided `key` that skips the
+            sequence's first token. It is a view of the same tensor as `key`. None: use key[:, :1].
         logarithm: `(columns, peaks)`, the logarithm of how many tokens each key represents; None: one token each.
         joined: how many tokens are concatenated into one query (in reverse order), and into one key. Missing tokens
             count as zeros.

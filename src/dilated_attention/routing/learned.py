@@ -98,7 +98,10 @@ class LearnedRouter(nn.Module):
         return BlockLayout.from_topk(order, size, seq_len=grid.seq_len, is_causal=self.is_causal)
 
     def log_gates(self, q: Queries, k: Keys) -> Blocks:
-        """Return the logarithm of each block's gate: 0 on the diagonal, -inf for blocks that the row may not choose."""
+        """Return the logarithm of each block's gate, `(batch, heads, query blocks, key blocks)`.
+
+        It is 0 on the diagonal, and -inf for blocks that the row may not choose.
+        """
         return self._log_gates(q, k, self._grid(q, k))
 
     def relaxed_attention(self, q: Queries, k: Keys, v: Keys, *, scale: float | None = None) -> Queries:

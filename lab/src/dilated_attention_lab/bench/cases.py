@@ -165,7 +165,8 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Return the useful floating-point operations of a forward; a backward adds 2.5 times as many."""
+        """Return the useful floating-point operations of a forward: attention's and, for the multihead methods, the
+        projections'. The backward of attention adds 2.5 times as many as its forward."""
         width = self.heads * self.head_dim
         projections = 8 * self.batch * self.seq_len * width**2 if self.method in MULTIHEAD else 0
         return projections + self.attention_flops

@@ -136,10 +136,11 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
-    """Yield one row per variant, then rows with bars.
+    """Yield one row per variant, and rows with bars.
 
-    These are the largest error of a variant; in the setting that has a plan, block-sparse time over dilated time
-    (PLAN); and the time of the ring module in one process over `dilated_attention`'s (PAIR).
+    The rows with bars are: one with the largest error of all variants, before the rows of the variants that were run;
+    if the setting has a plan, each block-sparse variant's time over each dilated one's (PLANNED, BASELINES); and for
+    each phase, the time of the ring module in one process over `dilated_attention`'s (PAIR).
     """
     cases, refusals = variants(setting.base), {}
     calls: dict[str, Call] = {}

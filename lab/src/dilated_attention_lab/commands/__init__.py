@@ -47,7 +47,10 @@ ARGUMENTS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Parse the options of a command, which are added at the first parse."""
+    """Parse the options of a command, which are added at the first parse.
+
+    command: the name of the command, whose module adds them; empty for the parser of all commands.
+    """
 
     def __init__(self, *arguments: Any, command: str = "", **options: Any) -> None:
         super().__init__(*arguments, **options)

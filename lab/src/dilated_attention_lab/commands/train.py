@@ -89,7 +89,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _kept(parser: Any, name: str, kind: Callable[[str], Any], text: str) -> None:
-    """Add an option that --resume takes from the run if it is not given."""
+    """Add an option that is None in the namespace unless given; `chosen_options` then takes the value that the resumed
+    run stored, or else the default in `OPTIONS`."""
     help_text = f"{text} (default: {OPTIONS[name.replace('-', '_')]})"
     parser.add_argument(f"--{name}", type=kind, help=help_text, metavar=name.upper())
 

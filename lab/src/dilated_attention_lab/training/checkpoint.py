@@ -32,7 +32,10 @@ INDEX = "index.json"
 
 
 class Peers(Protocol):
-    """The processes that write or read a checkpoint together. Each makes the same calls in the same order."""
+    """The processes that write or read a checkpoint together. Each makes the same calls in the same order.
+
+    An implementation gives this process's `rank`, from 0 to `size` - 1, and exchanges values among all processes.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -42,7 +45,7 @@ class Peers(Protocol):
         """Return the greatest of all ranks' values, on every rank."""
 
     def gathered(self, value: bytes) -> list[bytes]:
-        """Return all ranks' values, which have the same length, on every rank."""
+        """Return all ranks' values, which have the same length, in the order of ranks, on every rank."""
 
 
 class Alone:
@@ -101,7 +104,10 @@ class Checkpoint:
     tensors: Mapping[str, tuple[tuple[int, ...], tuple[tuple[str, int, int], ...]]]
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> None:
-        """Raise ValueError unless the tensors whose names begin with `prefix` have exactly these names and shapes."""
+        """Raise ValueError unless the tensors whose names begin with `prefix` have exactly these names and shapes.
+
+        The names in `shapes` include the prefix.
+        """
         there = {name: shards for name, shards in self.tensors.items() if name.startswith(prefix)}
         storage.require_names(shapes, there, str(self.path))
         for name, shape in shapes.items():
@@ -109,7 +115,7 @@ class Checkpoint:
                 raise ValueError(f"{self.path}: {name} has shape {self.tensors[name][0]}, expected {shape}")
 
     def read(self, pieces: Mapping[str, Piece], prefix: str = "") -> None:
-        """Fill the pieces' tensors, which must be all whose names begin with `prefix`.
+        """Fill the tensors of `pieces`, whose names must be all those that begin with `prefix`, prefix included.
 
         Raises ValueError if the names, a shape or a dtype differ from the checkpoint's.
         """

@@ -35,7 +35,8 @@ class _Estimate(ctypes.Structure):
 
 @cache
 def _compiled() -> tuple[Callable[..., int], int] | None:
-    """Return the library's function and the number of the instruction set; None if there is no library or no set."""
+    """Return the library's `dilated_attention_estimate` and the number of this machine's instruction set; None without
+    a library or such a set."""
     library = build.loaded()
     if library is None:
         return None
@@ -70,7 +71,8 @@ def means(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
 def extremes(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
     """Return the greatest values of the components of x in each interval of tokens, followed by the least values.
 
-    Arguments are as in `means`; the result is float32 `(batch, intervals, heads, 2 * head_dim)`.
+    Arguments are as in `means`; the result is float32 `(batch, intervals, heads, 2 * head_dim)`. In an empty interval
+    the greatest are -inf and the least inf.
     """
     return _of_intervals(1, x, starts, stops, 2 * x.shape[3])
 
@@ -91,7 +93,8 @@ def peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor
     Returns:
         keys: float32 `(batch, blocks, number + 1, heads, head_dim)`, the mean last; 0 for keys that do not exist.
         scores: float32 `(batch, blocks, heads, number)`, descending; -inf for keys that do not exist.
-        tokens: int64 `(batch, blocks, heads, number)`, the positions of these keys in the sequence.
+        tokens: int64 `(batch, blocks, heads, number)`, the positions of these keys in the sequence; the block's first
+            for keys that do not exist.
     """
     columns, heads = -(-k.shape[1] // block), direction.shape[2]
     direction = direction.contiguous()
@@ -134,7 +137,8 @@ def shares(
         joined: how many tokens are concatenated into one query (in reverse order), and into one key.
         scale: factor of q kᵀ.
         listed: int64 `(batch, heads, tiles, columns)`: for each tile, which is `tile` neighbouring rows, the only
-            columns that it sees, ascending. The result then has one entry per listed column.
+            columns of k that it sees, ascending; a query sees those that lie wholly within its `seen`. `columns` then
+            counts listed columns, here and in the result, and k may have more.
     """
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
@@ -187,7 +191,8 @@ def forecast(
     """Replace the shares of each row, in place, by a weighted mean of three forecasts (routing/forecast.py).
 
     They are the shares themselves, the shares moved on by one column, and the mean of what earlier sampled rows have
-    seen at each distance from the last column that a row may choose. Each is scaled to a sum of 1.
+    seen at each distance from the last column that a row may choose. Each is scaled to a sum of 1. Dimension `lists`
+    runs over the heads that choose columns for themselves.
 
     Args:
         share: float32 `(batch, lists, some rows, columns)`, contiguous, of the rows `at`.
@@ -195,8 +200,8 @@ def forecast(
         sampled: int64, ascending row numbers.
         counts: int64 `(batch, lists, some rows)`, how many columns each row lists.
         at: the slice of all rows that `share` and `counts` hold.
-        held: float32 `(batch, lists, 3)`, for each forecast: the measured share that lists made from it hold, summed
-            over the sampled rows so far, plus the initial value that the caller gave. Updated.
+        held: float32 `(batch, lists, 3)`, for each forecast: the measured share of the columns that a row would list by
+            it alone, summed over the sampled rows so far, plus the initial value that the caller gave. Updated.
         rate: a forecast's weight is proportional to exp(rate * held).
     """
     fields = {"counts": counts.contiguous(), "sampled": sampled, "values": held, "scale": rate}

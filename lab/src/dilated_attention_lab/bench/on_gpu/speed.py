@@ -32,7 +32,8 @@ DENSE = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 
 
 def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: bool = False) -> Contender:
-    """Return a dense call of PyTorch with a given kernel, on `(batch, heads, seq, head_dim)`."""
+    """Return a dense call of PyTorch with a given kernel, on `(batch, heads, seq, head_dim)`: the phase `forward` and,
+    with `backward`, the phase `forward+backward`."""
     rows_in_place = replace(case, method="dense calls", segment_lengths=(case.seq_len,), dilation_rates=(1,))
     return under(partial(sdpa_kernel, kernel), rows_in_place.contender(device, backward=backward))
 
@@ -181,11 +182,12 @@ def against(
     most: int = 50,
 ) -> Iterator[Row]:
     """Compare the forward time of each contender in `ours` with the fastest of `rivals`, which rows call `title`.
+    Yield the time of every contender, then one ratio of times for each of `ours`.
 
     Args:
         budget: about how many seconds all rounds take.
         bars: the largest allowed ratio of each contender in `ours`.
-        work: useful floating-point operations of each contender.
+        work: useful floating-point operations of each contender, for the GFLOP/s that its row records.
         most: the largest number of rounds.
     """
     contenders, refused = serving({**ours, **rivals})

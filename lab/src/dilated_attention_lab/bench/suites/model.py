@@ -83,14 +83,17 @@ def slide_weights(layers: int) -> dict[str, Tensor]:
 
 
 def slide(tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random tiles of one slide, x and coords."""
+    """Return random tiles of one slide: x `(1, tiles, IN_CHANS)`, and coords `(1, tiles, 2)` in pixels, integers."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, tiles, IN_CHANS, generator=generator)
     return x.to(device), torch.randint(GRID * 256, (1, tiles, 2), generator=generator).to(device)
 
 
 def encoders(layers: int, tiles: int, device: torch.device) -> Mapping[str, Any]:
-    """Return two functions without arguments by name. Each computes the same embedding with a copy of the weights."""
+    """Return by name two functions without arguments, this library's slide encoder first, then the released algorithm.
+
+    Each embeds the same slide with its own copy of the same weights.
+    """
     x, coords = slide(tiles, device)
     return {OURS: _ours(layers, x, coords, device), RIVAL: _rival(layers, x, coords, device)}
 

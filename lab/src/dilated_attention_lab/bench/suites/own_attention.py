@@ -186,7 +186,8 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
 
 
 class _Prompt:
-    """Hold what the last forward over a prompt left: its hidden states, and the bytes that it took at its peak."""
+    """Hold what the last run of the contender `reads` left: the last layer's `states` `(seq, width)`, and the `bytes`
+    that the forward added at its peak, None if the system does not say."""
 
     def __init__(self) -> None:
         self.states = torch.empty(0)
@@ -214,6 +215,7 @@ def _last_logits(model: Any, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _nats(model: Any, states: Tensor, tokens: Tensor) -> Tensor:
-    """Return the cross entropy of every token after the first, computed in parts, since the vocabulary is large."""
+    """Return the cross entropy in nats of every token after the first, `(seq - 1)`, from the last layer's `states`
+    `(seq, width)` and `tokens` `(1, seq)`. It is computed in parts, since the vocabulary is large."""
     parts = zip(states[:-1].split(512), tokens[0, 1:].split(512), strict=True)
     return torch.cat([F.cross_entropy(model.lm_head(part), target, reduction="none") for part, target in parts])
