@@ -23,8 +23,8 @@ _names, _numbers = WeakTensorKeyDictionary(), count()
 def name_of(thing: Any) -> int:
     """Return a number that identifies `thing` as long as it lives; a tensor gets another number after it is written to.
 
-    A layout is identified by the names of its tables, because a tensor stays the same object when it passes through
-    PyTorch's dispatcher, and a layout does not.
+    A layout is identified by the names of its tensors indptr and indices, because a tensor stays the same object when
+    it passes through PyTorch's dispatcher, and a layout does not.
     """
     version = _version(thing)
     name, named = _names.get(thing, (0, None))
@@ -35,7 +35,7 @@ def name_of(thing: Any) -> int:
 
 
 def is_named(table: Tensor) -> bool:
-    """Return whether `name_of` has named this table and it has not been written to since.
+    """Return whether `name_of` has named this table, a tensor of a layout, and it has not been written to since.
 
     A table without a name may still be written to by the code that made it.
     """

@@ -74,9 +74,12 @@ class Shards:
     """Describe how a call's sequence is sharded over the ranks of a group.
 
     Attributes:
+        group_name: the name of the process group, by which PyTorch finds it again.
         bounds: the edges of the shards, one more than ranks; or the global length alone, for balanced shards.
         samples: the edges of packed samples; None for one sample.
+        transport: how rows travel between ranks, as `attention` takes it.
         lengths: the lengths of all samples of a padded batch, if the call is one of these samples; otherwise empty.
+            They serve only to check that all ranks passed the same.
         layer: the name of the calling layer, for error messages.
     """
 
@@ -341,7 +344,11 @@ def split_scale(scale: float) -> tuple[float, float]:
 
 
 def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | None, transport: str) -> int:
-    """Return the global sequence length, given this rank's shard q; `group` is None on one device."""
+    """Return the global sequence length, given this rank's shard q; `group` is None on one device.
+
+    Without `seq_len`, all shards are taken to be as long as q. Raises ValueError if `seq_len` or `transport` does not
+    fit the group.
+    """
     if group is None:
         if transport != "auto":
             raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
@@ -458,9 +465,9 @@ def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: 
 
 
 def _keys(branches: Branches) -> int:
-    """Return how many keys a query sees, summed over its branches, when every segment is full.
+    """Return how many keys a query sees when every segment is full, as if its head took part in every branch.
 
-    Leading tokens do not count.
+    A window with two bounds limits them. Causality does not, and leading tokens do not count.
     """
     bands = branches.bands or ((None, None),) * len(branches.offsets)
     return sum(

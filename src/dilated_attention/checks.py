@@ -194,7 +194,7 @@ def indices(what: str, values: Tensor, least: int, stop: int) -> None:
 
 
 def samples_to_continue(samples: Any, batch: int) -> Tensor:
-    """Return the sample numbers as a tensor. Raises ValueError unless each is a sample of the batch."""
+    """Return the sample numbers, which may repeat, as int64 on the CPU; ValueError unless all are in [0, batch)."""
     numbers = integers("samples", samples, "integers, the samples to continue", 0)
     chosen = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     indices("samples", chosen, 0, batch)
@@ -224,7 +224,11 @@ def positive(name: str, value: Any) -> int:
 
 
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:
-    """Return a sequence, array or tensor of integers as ints; raise ValueError that says what is `wanted` otherwise."""
+    """Return a sequence, array or tensor of integers as ints.
+
+    Raises ValueError for anything else and for integers below `least`: `name` must hold `wanted`, in the message's
+    words.
+    """
     held = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(held, (str, bytes)) or not isinstance(held, Sequence):
         raise ValueError(f"{name} must hold {wanted}; got {values!r}")

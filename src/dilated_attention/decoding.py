@@ -129,9 +129,9 @@ def newest_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token to the given keys except the `hidden` ones: return out = softmax(scale q kᵀ) v, and lse.
 
-    q: `(batch, 1, heads, head_dim)`; k, v: `(batch, lists, keys, head_dim)`, hidden: bool `(batch, lists, keys)`.
-    Neighbouring heads share a list, so lists divides heads. out is like q, with the head_dim of v; lse: `(batch, 1,
-    heads)`. Where no key is left, out is 0 and lse -inf.
+    q: `(batch, 1, heads, head_dim)`. k, v: `(batch, lists, keys, head_dim)`; heads / lists neighbouring heads share a
+    list of keys. hidden: bool `(batch, lists, keys)`; None: no key is hidden. out is like q, with the head_dim of v;
+    lse: `(batch, 1, heads)`. Where no key is left, out is 0 and lse -inf.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
@@ -232,8 +232,8 @@ def listed_attention(
 def _tokens(chosen: Tensor, block_size: int, position: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens in the chosen blocks, `(queries, lists, tokens)`, and which of them are hidden.
 
-    `position`: each query's position. A token is hidden if it comes after its query, or if `chosen` has -1 or an
-    earlier block again in its place; token 0 then replaces it.
+    `chosen`: block numbers, `(queries, lists, blocks)`, padded with -1; `position`: each query's position. A token is
+    hidden if it comes after its query, or if its block is padding or a repeat; token 0 then stands in for it.
     """
     chosen = chosen.sort(-1).values
     again = F.pad(chosen.diff(dim=-1) == 0, (1, 0))[..., : chosen.shape[2]]

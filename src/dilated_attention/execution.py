@@ -41,9 +41,10 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int, int], Tensor]:
-    """Return a function of a sample's number and n, which returns the mask of n tokens: bool (heads or 1, n, n).
+    """Return a function of a sample's number and n, which returns which of n tokens sees which.
 
-    A sample that is shorter than the layout has the lists of the layout's first tokens.
+    Its result is bool `(heads or 1, queries, keys)`, True where a query sees a key. A sample that is shorter than the
+    layout has the lists of the layout's first tokens.
     """
     layouts = [layout.for_heads(heads) for layout in layouts]
     masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
@@ -120,7 +121,10 @@ def _problem(
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
-    """Return one problem for all samples of a ragged call, whose tensors are read as one sequence."""
+    """Return one problem for all samples of a ragged call, whose tensors are read as one sequence.
+
+    `slices`: the (batch, seq) slices of each sample.
+    """
     (hidden,), dropout = _packed(call.key_padding_mask), call.dropout(q, k)
     dropout = None if dropout is None else dropout.packed()
     return Problem(_packed_plan(call, k, slices), call.positive_scale, hidden, None, dropout, call.softcap)
@@ -152,7 +156,8 @@ def _layout(
 ) -> BlockLayout:
     """Return a layout's first `length` tokens on `device`, for one sample or (None) for all, from the cache.
 
-    A caller may make the layout anew for each call, so the names of its tables (`name_of`) serve as the key.
+    It has lists for each of `heads` query heads, unless all heads share lists. A caller may make the layout anew for
+    each call, so the names of its tables (`name_of`) serve as the key.
     """
     heads = heads if layout.num_heads > 1 else 1
 
@@ -165,7 +170,10 @@ def _layout(
 
 
 def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Plan:
-    """Return one plan for all samples of a ragged call, whose tensors are read as one sequence, batch after batch."""
+    """Return one plan for all samples of a ragged call, whose tensors are read as one sequence, batch after batch.
+
+    `slices`: the (batch, seq) slices of each sample.
+    """
     starts = tuple(batch.start * k.shape[1] + seq.start for batch, seq in slices)
     lengths = tuple(seq.stop - seq.start for _, seq in slices)
     tokens = k.shape[0] * k.shape[1]

@@ -30,8 +30,8 @@ class Explanation:
         groups: the strided groups of the plan, in order of execution.
         flops: floating-point operations of the forward, 4 head_dim per score entry. Over several ranks, flops and bytes
             do not take block layouts into account: they count the whole groups.
-        bytes: the least memory traffic that the forward needs on the device: rows of q, k and v read, rows of out and
-            lse read and written, counted per group, or per call inside a layout.
+        bytes: the least memory traffic of the forward on the device: it reads rows of q, k and v, and reads and writes
+            rows of out and lse. A row counts once per group that uses it; with a layout, once per call that uses it.
         calls: for each number of tokens that take part in a segment, the calls that the native backend makes for the
             layout of that many tokens.
         transport: with a mesh, how rows travel between ranks, why this way, and why each other way was not chosen.
@@ -162,7 +162,10 @@ def explain(
 def _work(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[list[tuple[StridedGroup, int, BlockLayout | None]], list[BlockLayout]]:
-    """Return (group, number of batch elements, its layout or None) for all groups of all samples; and all layouts."""
+    """Return (group, number of batch elements, its layout or None) for all groups of all samples.
+
+    Also return the layouts, each once.
+    """
     work: list[tuple[StridedGroup, int, BlockLayout | None]] = []
     layouts: dict[tuple[int, int | None], BlockLayout] = {}
     per_sample = any(layout.batch_size > 1 for layout in call.layouts)

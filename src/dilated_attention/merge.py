@@ -26,7 +26,10 @@ def merge_into(
     part_out: Float[Tensor, "*rows dim"],
     part_lse: Float[Tensor, "*rows"],
 ) -> None:
-    """Merge a partial result into the running (out, lse), in place, and overwrite part_lse. Strided views will do."""
+    """Merge a partial result into the running (out, lse), in place. part_lse too becomes the merged lse.
+
+    Strided views will do.
+    """
     # The part's share is exp(part_lse - merged) = sigmoid(part_lse - lse). Two empty rows give NaN: their share is 0.
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0).unsqueeze(-1)
     if out.dtype == share.dtype:

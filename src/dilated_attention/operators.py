@@ -76,7 +76,10 @@ def _differentiated(*tensors: Tensor) -> bool:
 
 
 def _pack(call: Call) -> tuple[Any, ...]:
-    """Return a call as the arguments that the operators take after q, k, v and the other tensors of attention."""
+    """Return a call as the arguments that the operators take after q, k, v and the other tensors of attention.
+
+    Its integers become one list (`numbers`), its strings another (`words`), the tensors of its layouts a third.
+    """
     branches, shards = call.branches, call.shards
     numbers = [int(call.is_causal), call.first_head, *call.starts, int(branches.compat is not None)]
     numbers += (len(branches.offsets), len(branches.bands))
@@ -110,7 +113,7 @@ def _unpack(
     key_padding_mask: Tensor | None,
     seed: Tensor | None,
 ) -> Call:
-    """Return the call that `_pack` packed; k gives the number of KV heads."""
+    """Return the call that `_pack` packed into the other arguments; k gives the number of KV heads."""
     read = _read(tuple(numbers), k.shape[2], _of_mesh(words))
     layouts = [
         BlockLayout(tables[2 * i], tables[2 * i + 1], seq_len, q_block, k_block, bool(is_causal))
@@ -127,7 +130,7 @@ def _unpack(
 
 
 def _of_mesh(words: Sequence[str]) -> bool:
-    """Return whether the packed words belong to a call over a mesh.
+    """Return whether the `words` that `_pack` returned belong to a call over a mesh.
 
     The words of a call on one device are only its backend and, if it has one, its layout function.
     """
@@ -320,7 +323,11 @@ torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward
 
 
 def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
-    """Fold a call under `torch.func.vmap` into one call: the mapped dimension becomes a part of the batch."""
+    """Return an operator's arguments with the dimension that `torch.func.vmap` maps folded into the batch.
+
+    `info`, `in_dims`, `arguments`: what PyTorch passes to `_Attention.vmap`. Raises UnsupportedError for a mesh,
+    `cu_seqlens`, lists per batch element, and dropout with one seed for all.
+    """
     folded = []
     for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
         if argument.name == "cu_seqlens" and x is not None:

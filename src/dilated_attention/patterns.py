@@ -53,10 +53,16 @@ class _Term:
 
 
 class _Branched(_Term):
-    """Base class of patterns with a normal form of branches: `Dilated`, `Window`, and sums of them."""
+    """Base class of patterns that can be written as a list of branches: `Dilated`, `Window`, and sums of them.
+
+    A subclass defines `branches`.
+    """
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
-        """Return the pattern in normal form for num_heads KV heads; arguments as in `Dilated.offset_table`."""
+        """Return the pattern as branches, for num_heads KV heads; arguments as in `Dilated.offset_table`.
+
+        A window is one branch, over the whole sequence, with a band; see `plan.Branches`.
+        """
         raise NotImplementedError
 
     def coverage(self, seq_len: int, num_heads: int, is_causal: bool = False) -> Tensor:
@@ -92,7 +98,10 @@ class _Branched(_Term):
         warn_of_blind(keys, "A window covers every token")
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-        """Return the floating-point operations of a forward: 4 head_dim per score entry."""
+        """Return the floating-point operations of a forward: 4 head_dim per score entry.
+
+        num_heads: the number of KV heads, each counted with one query head.
+        """
         head_dim, seq_len = checks.positive("head_dim", head_dim), checks.positive("seq_len", seq_len)
         checks.boolean("is_causal", is_causal)
         plan = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal)
@@ -110,8 +119,8 @@ class _Branched(_Term):
         """Draw which keys (columns) each query (rows) of `head` sees; darker where the key counts more often.
 
         Args:
-            num_heads: the number of KV heads. Default: as many as the table of offsets has; without a table, just
-                enough for `head` to exist, and with `head_groups` at least one per branch.
+            num_heads: the number of KV heads. Default: just enough for `head` to exist; for a `Dilated` with a table of
+                offsets, as many as the table has, and with `head_groups`, at least one per branch.
             is_causal: hide the keys after each query.
         """
         checks.boolean("is_causal", is_causal)
@@ -265,8 +274,8 @@ class Dilated(_Branched):
         """Return the offset of every head in every branch; -1 where the head takes no part in the branch.
 
         Args:
-            head_offset: the first of num_heads heads of a larger module; the table covers these heads. 0 says too that
-                there may be other heads. Default: there are no other heads.
+            head_offset: the index of the first of these num_heads heads in a larger module, 0 on the first rank; the
+                table covers these heads only. Default: the module has no other heads.
 
         Raises:
             ValueError: the pattern does not fit the heads, or a branch could never show any token.
@@ -317,7 +326,7 @@ class Dilated(_Branched):
         return tuple([row[first:stop] for row in table])
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
-        """Return the pattern in normal form for num_heads KV heads; arguments and errors as in `offset_table`."""
+        """Return the pattern as branches, for num_heads KV heads; arguments and errors as in `offset_table`."""
         if torch.compiler.is_compiling():  # a cache cannot be traced
             return _branches(self, num_heads, head_offset)
         return _kept_branches(self, num_heads, head_offset)
@@ -384,7 +393,7 @@ class Sum(_Branched):
     terms: tuple[Any, ...]
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
-        """Return the terms in one normal form for num_heads KV heads.
+        """Return the branches of all terms, for num_heads KV heads; arguments as in `Dilated.offset_table`.
 
         Raises:
             UnsupportedError: there are several `parts`, because a term with a layout needs a separate call.
@@ -414,7 +423,10 @@ class Sum(_Branched):
         return reduce(torch.add, [_counts_of(part, seq_len, num_heads, is_causal) for part in self.parts])
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-        """Return the floating-point operations of a forward: 4 head_dim per score entry."""
+        """Return the floating-point operations of a forward: 4 head_dim per score entry.
+
+        num_heads: the number of KV heads, each counted with one query head.
+        """
         if len(self.parts) == 1:
             return super().flops(seq_len, num_heads, head_dim, is_causal)
         return sum([part.flops(seq_len, num_heads, head_dim, is_causal) for part in self.parts])
@@ -494,10 +506,10 @@ def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLay
 
 
 def pattern_for(layout: LayoutOfLength, length: int) -> BlockLayout | Product:
-    """Return the pattern that a layout function gives for `length` tokens.
+    """Return the layout that a layout function returns for `length` tokens.
 
-    This is the layout that the function returns. While a graph is exported and the length is a symbol, it is a product
-    that applies the function in one segment with all tokens.
+    While torch.export records a graph for any length, `length` is a symbol, and the function can be called only when
+    the graph runs. Then return the product of one segment with all tokens and the function.
     """
     return Dilated((WHOLE,), (1,)) * layout if is_symbol(length) else layout_for(layout, length)
 
@@ -533,7 +545,7 @@ class Product(_Term):
     Args:
         layout: a `BlockLayout`, if the same number of tokens, its length, takes part in every segment of every
             branch; or a callable that returns the layout for n tokens. It must always return the same layout for the
-            same n, since layouts are cached. It may have lists per query head, but not per batch element.
+            same n, since layouts are cached. A layout may have lists per query head, but not per batch element.
 
     Examples:
         >>> from dilated_attention import BlockLayout, Dilated
@@ -576,7 +588,11 @@ class Product(_Term):
     def flops(
         self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False, num_kv_heads: int | None = None
     ) -> int:
-        """Return the floating-point operations of a forward: 4 head_dim per score entry."""
+        """Return the floating-point operations of a forward: 4 head_dim per score entry.
+
+        Args:
+            num_kv_heads: heads of k and v, which determine the offsets; default: num_heads.
+        """
         head_dim = checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
         return 4 * head_dim * int(self._seen(seq_len, num_heads, num_kv_heads, is_causal).sum())

@@ -53,9 +53,11 @@ def plot_counts(
     """Draw a square per (query row, key column) of one head: white if unseen, darker if more branches show the key.
 
     Args:
-        num_heads: heads of k and v; default: as many as a table of offsets has, else as many as `head` needs to exist.
+        num_heads: heads of k and v; default: as many as a table of offsets has, else as many as `head` needs to exist,
+            and with `head_groups` at least one per branch.
         layout_of: returns the block layout inside a segment, given the number of tokens that take part in it.
-        pixels: the largest side of the picture; beyond it a square is the mean over neighbouring pairs.
+        pixels: the largest side of the picture; in a longer sequence a square is the mean over neighbouring pairs.
+            None: no limit.
     """
     seq_len = checks.positive("seq_len", seq_len)
     if num_heads is not None:
@@ -133,6 +135,11 @@ def plot_blocks(
     """Draw the active blocks, given as their numbers (query blocks, key blocks), in a grid of `shape` blocks.
 
     A pixel that holds several blocks is grey.
+
+    Args:
+        shape: the number of query blocks, and of key blocks.
+        block_size: tokens per query block, and per key block.
+        is_causal: also draw the diagonal, as a dashed line.
     """
     sides = [min(number, PIXELS) for number in shape]
     row, column = (x * side // number for x, side, number in zip(blocks, sides, shape, strict=True))
@@ -154,6 +161,7 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
 
     Args:
         places: the corner (x, y) of each tile where both are least.
+        values: one per tile; the colour bar calls them attention relative to uniform.
         size: the side of a tile, in the unit of `places`.
     """
     ax = _new_axes() if ax is None else ax

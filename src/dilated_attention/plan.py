@@ -24,8 +24,10 @@ class Branches(NamedTuple):
     """Hold a pattern in normal form: length w and rate r of each branch, and the offset of each KV head in the branch.
 
     Attributes:
+        offsets: by branch, then KV head; -1: the head takes no part; `ALL`: it takes part with every residue.
         compat: `"torchscale"` or None, as in `Dilated`.
-        bands: for each branch, which of a segment's participating rows see which; empty: all see all.
+        bands: (low, high) for each branch: participating row i of a segment sees its row j iff low <= j - i <= high,
+            where None means no bound; empty: all see all.
         leading: for each branch, the number of first tokens that all tokens see and that see all tokens, besides what
             the band shows; empty: no leading tokens.
     """
@@ -144,10 +146,10 @@ def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class Spans(NamedTuple):
-    """Describe the segments of a grid that have tokens in [lower, upper), as runs of equal segments.
+    """Describe the segments of a grid (see `spans`) that have tokens in [lower, upper), as runs of equal segments.
 
     Attributes:
-        segment: the segment length, cut to the length of the grid; not cut if there are no runs.
+        segment: the segment length, at most the length of the grid unless there are no runs.
         lower, upper: the tokens that were asked for, cut to the grid.
         runs: for each run, start and stop of its first segment, the number of segments, and whether the first segment
             reaches beyond [lower, upper).
@@ -186,8 +188,8 @@ def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, 
 
     Returns:
         For each run of `spans` with rows in [lower, upper): these rows; how many rows of the segment come before
-            `lower`; ceil(spans.segment / rate) minus the number of rows of the whole segment; whether the segment
-            reaches beyond [lower, upper).
+            `lower`; ceil(spans.segment / rate) minus the number of rows of the whole segment (its phantoms under
+            compat="torchscale"); whether the segment reaches beyond [lower, upper).
     """
     segment, lower, upper, runs = spans
     found = []
@@ -209,6 +211,7 @@ def compile_groups(
     The densest branch goes first: it writes the running output that the others are merged into.
 
     Args:
+        table: the offset of each KV head in each branch, as `Branches.offsets`.
         parts: called as parts(branch, offset); returns the parts that the heads with this offset compute.
         seq_len: the number of query rows.
     """
@@ -355,9 +358,9 @@ def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iter
 
 
 def _rows(first: int, stride: int, lower: int, upper: int, segment: int, segments: int) -> Rows:
-    """Return as rows the positions first, first + stride, ... in [lower, upper), and the same rows of later segments.
+    """Return the positions first, first + stride, ... in [lower, upper), as the rows of the first of several segments.
 
-    `segments`: the number of segments in all, which are `segment` tokens apart.
+    There are `segments` segments with the same rows, `segment` tokens apart.
     """
     begin = first + max(0, -((first - lower) // stride)) * stride
     return Rows(begin, segment, segments, stride, max(0, -((begin - upper) // stride)))
@@ -383,9 +386,10 @@ def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
 
 
 def trimmed(rows: Rows, columns: Rows, low: int | None, high: int | None) -> tuple[Rows, Rows, Band] | None:
-    """Return the rows (queries) that see a column (key), the columns that some row sees, and the band in their numbers.
+    """Return the rows (queries) that see a column (key), the columns that some row sees, and the band between them.
 
-    A bound of the band, `low` or `high`, that hides nothing becomes None. Returns None if no row sees a column.
+    Row i sees column j iff low <= j - i <= high; the returned band counts from the first returned row and column. A
+    bound of the band, `low` or `high`, that hides nothing becomes None. Returns None if no row sees a column.
     """
     left = 0 if low is None else max(0, low)
     right = columns.count if high is None else min(columns.count, high + rows.count)
@@ -411,7 +415,8 @@ def plan_of(
     Args:
         queries, keys: positions [start, stop) of the rows of q and of k; keys: the same as queries by default. Rows
             of the plan are numbered from these starts. With compat="torchscale" both must be the whole sequence. If the
-            plan is not causal, keys and phantoms of a query then add up to ceil(w / r) per branch, for w cut to stop.
+            plan is not causal, keys and phantoms of a query then add up to ceil(w / r) per branch, where w is at most
+            the sequence length.
     """
     keys = queries if keys is None else keys
     return plan_cache.get(
@@ -442,7 +447,8 @@ def row_counts(
 ) -> set[int]:
     """Return the distinct numbers of tokens that take part in a segment, over all segments, branches and heads.
 
-    It uses no plan and no cache, because `torch.compile` cannot trace the lock of the cache.
+    `table`: as in `plan_dilated`; heads with the offset `ALL` do not count. The function uses no plan and no cache,
+    because `torch.compile` cannot trace the lock of the cache.
     """
     counts = set()
     for segment, rate, offsets in zip(segment_lengths, dilation_rates, table, strict=True):

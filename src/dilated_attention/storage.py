@@ -69,7 +69,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file to read tensors, or rows of them. Raises ValueError like `read_tensors`."""
+    """Yield an open safetensors file (`safe_open`) to read tensors, or rows of them. Errors as in `read_tensors`."""
     require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -91,7 +91,10 @@ def require_file(path: Path) -> None:
 
 
 def require_same(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError unless `found` has the same names as `expected`, and the same shape for each name."""
+    """Raise ValueError unless `found` has the same names as `expected`, and the same shape for each name.
+
+    `where` begins the message: the file's path, or what `found` is.
+    """
     require_names(expected, found, where)
     for name, tensor in expected.items():
         if tensor.shape != found[name].shape:
@@ -99,7 +102,7 @@ def require_same(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], wh
 
 
 def require_names(expected: Mapping[str, object], found: Mapping[str, object], where: str) -> None:
-    """Raise ValueError unless `found` has the same names as `expected`."""
+    """Raise ValueError unless `found` has the same names as `expected`; `where` begins the message."""
     for word, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
         if names:
             raise ValueError(f"{where}: {word} {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}")

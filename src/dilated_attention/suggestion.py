@@ -99,7 +99,7 @@ class _Problem:
         return sum(map(self.entries, pattern.segment_lengths, pattern.dilation_rates))
 
     def allowed(self, budget: float) -> int:
-        """Return how many score entries the budget allows."""
+        """Return how many score entries, over all heads, a budget allows; see `suggest_pattern` for its unit."""
         if isinstance(budget, Integral) and not isinstance(budget, bool) and budget >= 1:
             return int(budget) * self.num_heads * self.seq_len
         if isinstance(budget, Real) and not isinstance(budget, Integral) and 0 < budget <= 1:
@@ -124,11 +124,11 @@ class _Problem:
     def least_first(self, rate: int) -> int:
         """Return the shortest first segment with which two layers connect (almost) every pair of tokens.
 
-        `rate`: the rate of the last branch. Without causality a first segment of `rate` tokens is enough, because it
-        has a token of every residue. When causal, a pair can fail close to a border between two first segments, if no
-        token between the two has the right residue. At each border, rate (rate - 1) / 2 pairs are never connected;
-        these may be at most 0.5 % of all pairs. Between each two first segments, neighbours or not, the same number of
-        pairs is not connected within two layers; these may be at most 5 %.
+        `rate`: the rate of the last branch. If not causal, a first segment of `rate` tokens is enough, because it has a
+        token of every residue. If causal, two tokens in different first segments need a token that lies between them,
+        in the segment of one, with the residue of the other. Any two segments have rate (rate - 1) / 2 pairs without
+        it, which two layers do not connect; they may be at most 5 % of all pairs. If the segments are adjacent, more
+        layers do not connect these pairs either; such pairs may be at most 0.5 %.
         """
         if not self.is_causal:
             return rate
@@ -169,7 +169,7 @@ class _Problem:
         return min(patterns, key=self.cost)
 
     def longest_window(self, allowed: int, least: Dilated) -> Dilated:
-        """Return the two branches of `least` with the first segment as long as `allowed` score entries permit."""
+        """Return `least`, which has two branches, with the longest first segment within `allowed` score entries."""
         window = _round_length(self.seq_len // 2)
         while window > least.segment_lengths[0]:
             pattern = Dilated((window, self.seq_len), least.dilation_rates)

@@ -118,7 +118,7 @@ def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tens
 def autograd_position() -> tuple[int, int | None]:
     """Return autograd's next sequence number, and inside a backward the number of the node that runs.
 
-    Recomputation for activation checkpointing starts in a node of the forward that it repeats.
+    While activation checkpointing recomputes a forward, this node belongs to the forward that is repeated.
     """
     node = torch._C._current_autograd_node()
     return torch._C._autograd._get_sequence_nr(), None if node is None else node._sequence_nr()
@@ -169,5 +169,5 @@ def rendezvous_store() -> Store:
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh with a single axis over all ranks of a mesh with several axes."""
+    """Return a mesh with a single axis, called `name`, over all ranks of a mesh with several axes."""
     return mesh._flatten(name)

@@ -114,9 +114,11 @@ def _groups(
 def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: int) -> tuple[Tensor, ...]:
     """Return the tiles of queries and keys that a group computes: whole segments, or the blocks of the layout in them.
 
+    `ratio`: query heads per KV head.
+
     Returns:
-        sample, query head, segment `(tiles,)`; positions in the segment of the queries `(tiles, rows)` and of the keys
-        `(tiles, columns)`; which pairs are seen, `(tiles, rows, columns)`.
+        sample, query head, segment, each `(tiles,)`; positions in the segment of the queries `(tiles, rows)` and of the
+        keys `(tiles, columns)`; which pairs are seen, `(tiles, rows, columns)`.
     """
     count, columns, segments = group.queries.count, group.keys.count, group.queries.segments
     kv_head = torch.arange(group.heads, device="cpu") * group.head_stride + group.head

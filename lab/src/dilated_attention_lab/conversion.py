@@ -110,7 +110,7 @@ def _tokens_in_place(model: Pretrained, tokens: int) -> int:
 
 def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torch.Generator) -> tuple[Any, Any]:
     """Return two functions: one calls the model that it is given on the random input, the other runs the released
-    algorithm on that input, with the weights `held`."""
+    algorithm on that input, with the weights `held`. `model`: its kind and configuration decide both."""
     config = getattr(model.config, "encoder", model.config)
 
     def options(x: Any, is_causal: bool = False) -> released.Attention:

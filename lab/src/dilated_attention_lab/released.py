@@ -39,7 +39,10 @@ def _padded(x: Tensor, multiple: int, dim: int) -> Tensor:
 
 
 def _gather(x: Tensor, segment: int, rate: int) -> Tensor:
-    """Return (batch x segments, rows, heads, dim) from (batch, seq, heads, dim): head block j keeps j, j + rate, ..."""
+    """Return (batch x segments, rows, heads, dim) from (batch, seq, heads, dim).
+
+    The heads form `rate` blocks of neighbours; block j keeps tokens j, j + rate, ... of each segment.
+    """
     heads, dim = x.shape[2:]
     x = _padded(x, segment, 1).reshape(-1, segment, heads, dim)
     x = _padded(_padded(x, rate, 2), rate, 1)
@@ -49,7 +52,10 @@ def _gather(x: Tensor, segment: int, rate: int) -> Tensor:
 
 
 def _scatter(out: Tensor, lse: Tensor, batch: int, seq: int, rate: int) -> tuple[Tensor, Tensor]:
-    """Undo `_gather`: return out (batch x heads, seq, dim) and lse (batch x heads, seq, 1), which is -1e8 at gaps."""
+    """Undo `_gather` for out (batch x segments, rows, heads, dim) and lse (batch x segments, heads, rows).
+
+    Return out (batch x heads, seq, dim) and lse (batch x heads, seq, 1): 0 and -1e8 at tokens that were not gathered.
+    """
     heads = out.shape[2]
     short = -heads % rate
     out, lse = F.pad(out, (0, 0, 0, short)), F.pad(lse, (0, 0, 0, short), value=-1e8)
@@ -135,8 +141,10 @@ def _cross_attention(state: Mapping[str, Tensor], prefix: str, x: Tensor, source
 def stack(
     state: Mapping[str, Tensor], prefix: str, x: Tensor, options: Attention, source: Tensor | None = None
 ) -> Tensor:
-    """Run torchscale's pre-norm LongNet encoder or decoder on embedded x `(batch, seq, embed_dim)`. A decoder with
-    cross-attention reads the states `source`."""
+    """Run torchscale's pre-norm LongNet encoder or decoder on embedded x `(batch, seq, embed_dim)`.
+
+    With the encoder's states `source`, each layer attends to them too. A final norm is applied if `state` holds one.
+    """
     i = 0
     while f"{prefix}layers.{i}.self_attn.q_proj.weight" in state:
         layer = f"{prefix}layers.{i}."

@@ -43,8 +43,8 @@ class Group:
         q_tokens, k_tokens: tokens per query block and per key block; the block size, or the length of the last block.
         masked: the diagonal cuts the key blocks.
         first: no earlier group holds any of the rows.
-        row_view: (first, step) if row t is the b query blocks starting at first + t * step; key_view: (first, step) if
-            it sees the m key blocks starting at first + t * step.
+        row_view: (first, step) if row t is the b consecutive query blocks from first + t * step on, for all heads; else
+            None. key_view: the same for the m key blocks that row t sees.
     """
 
     rows: Tensor
@@ -156,7 +156,7 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
 class _Shape:
     """Describe rows of `merged` query blocks, `stride` blocks apart.
 
-    A head's rows are numbered by the residue of their blocks modulo the stride, then by place.
+    A head's rows are numbered by the residue of their blocks modulo the stride, then in the order of their blocks.
     """
 
     merged: int
@@ -166,12 +166,12 @@ class _Shape:
         return -(-query_blocks // (self.merged * self.stride))
 
     def row(self, block: Tensor, query_blocks: int) -> Tensor:
-        """Return the row of each query block."""
+        """Return the row of each query block in `block`; `query_blocks`: how many query blocks the layout has."""
         place = block // self.stride // self.merged
         return block % self.stride * self.per_residue(query_blocks) + place
 
     def blocks(self, row: Tensor, query_blocks: int) -> Tensor:
-        """Return (R, merged): the query blocks of each row."""
+        """Return the query blocks of each row, (R, merged); `query_blocks`: as in `row`."""
         number = self.per_residue(query_blocks)
         member = torch.arange(self.merged, device=row.device)
         return (row // number)[:, None] + self.stride * ((row % number)[:, None] * self.merged + member)
@@ -181,7 +181,12 @@ _SINGLE = _Shape(1, 1)
 
 
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
-    """Return the row shapes to try, long ones first. For each length: the frequent distances in the lists, then 1."""
+    """Return the row shapes to try, long rows first.
+
+    `_LONG_ROWS` gives their lengths. Their strides are 1 and each gap between successive key blocks of a list, in query
+    blocks, that is a quarter or more of all gaps. A list entry is a `lane`, the number of a query block of a head, and
+    a `key`, the number of a key block.
+    """
     gaps = key.diff()[lane.diff() == 0]
     usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
     strides = {gap * layout.k_block // layout.q_block for gap in usual if not gap * layout.k_block % layout.q_block}
@@ -199,9 +204,10 @@ class _Groups:
         self.written = self.begun.clone()  # by a group marked `first`
 
     def add(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
-        """Add one group: `lane` (R,) names R rows of this shape; row t sees the m key blocks key[t], with `key` (R, m).
+        """Add one group of R rows of this shape: row t, numbered lane[t], sees the m key blocks key[t] of `key` (R, m).
 
-        `cut`: whether the diagonal cuts these key blocks.
+        A lane is a row of a head, numbered head * rows per head + row. `cut`: whether the diagonal cuts these key
+        blocks.
         """
         shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
         rows = shape.stride * shape.per_residue(query_blocks)
@@ -217,7 +223,10 @@ class _Groups:
         self.groups.append(Group(blocks, heads, key, q_tokens, k_tokens, cut, first, row_view, key_view))
 
     def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
-        """Add a group for each list length: all lanes with equally many key blocks. Entries (lane, key) are sorted."""
+        """Add a group for each list length: all lanes (see `add`) that see equally many key blocks.
+
+        `lane`, `key`: one entry per lane and key block that it sees, sorted.
+        """
         if not len(lane):
             return
         lanes, counts = torch.unique_consecutive(lane, return_counts=True)
@@ -227,7 +236,10 @@ class _Groups:
             self.add(lanes[counts == count], key[entries], shape, q_tokens, k_tokens, cut)
 
     def add_views_and_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int) -> None:
-        """Add groups for sorted entries of whole, unmasked key blocks: families of runs first, then what is left."""
+        """Add groups for whole, unmasked key blocks: families of runs (`_families`) as views, then the rest as lists.
+
+        `lane`, `key`: sorted entries, as in `add_lists`.
+        """
         k_tokens = self.layout.k_block
         if self.layout.num_heads == 1:
             viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)
@@ -247,9 +259,10 @@ def _progression(x: Tensor) -> tuple[int, int] | None:
 
 
 def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Find key blocks that all query blocks of a row see, where a row has three or more of them.
+    """Find the key blocks that all query blocks of a row of this shape see, in rows with three or more of them.
 
-    Return which of the given entries they are, as booleans, and the lane and key block of each for the row.
+    `lane`, `key`: entries whose rows are single query blocks. Return booleans that mark the entries found, then one
+    entry (lane, key) per row and common key block, with lanes of this shape.
     """
     blocks, columns = layout.query_blocks, layout.key_blocks
     rows = shape.stride * shape.per_residue(blocks)
@@ -266,8 +279,9 @@ def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tu
 def _families(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int]]:
     """Yield families of equally long runs of key blocks in consecutive rows: (entry that starts each run, length).
 
-    From row to row, the run moves by `pace`, the key blocks that a row spans (a window), or stays (global keys). Runs
-    of a single block count only if their row has no other run: otherwise the merge costs as much as the gather.
+    `row`, `key`: one entry per row and key block that it sees, sorted. From row to row, the run moves by `pace`, the
+    key blocks that a row spans, if these are a whole number (a window), or stays (global keys). Runs of a single block
+    count only if their row has no other run: otherwise merging their result costs as much as gathering them.
     """
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = (key.diff() != 1) | (row.diff() != 0)

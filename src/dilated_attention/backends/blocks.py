@@ -36,7 +36,9 @@ Larger problems are run one after another.
 def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
     """Locate the first `tokens` tokens of the blocks `ids` (R, m) of x (seq, heads, ...), in head heads[r] for row r.
 
-    If `heads` is None: in all heads. Returns a view of x and indices (R * m,); view[index] is a block, (tokens, ...).
+    If `heads` is None: in all heads. `block` is the number of tokens per block. Returns a view of x and indices
+    (R * m,); view[index] is a block, (tokens, ...).
+
     For whole blocks of all heads, the first dimension of the view counts blocks. Otherwise it counts elements of
     memory, and a block starts at the element of its index. This overlapping view is 3 to 5 times as fast as advanced
     indexing of x, most of all for a single head, and a tenth to a half slower than the view that counts blocks.
@@ -56,7 +58,8 @@ def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | Non
 def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> Tensor:
     """Copy the first `tokens` tokens of blocks `ids` (R, m) of x (seq, heads, ...): (R, heads, m * tokens, ...).
 
-    With `heads` (R,), row r is taken from head heads[r] alone, and the second dimension is 1.
+    With `heads` (R,), row r is taken from head heads[r] alone, and the second dimension is 1. `block`: tokens per
+    block.
     """
     view, start = _blocks(x, block, tokens, ids, heads)
     taken = view.index_select(0, start).unflatten(0, ids.shape).flatten(1, 2)
@@ -71,19 +74,25 @@ def _slices(x: Tensor, tokens: int, per_head: bool) -> Tensor:
 
 
 def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: int) -> Tensor:
-    """View x (seq, heads, ...) as (number, heads, tokens, ...): problem t starts at block first + t * step. No copy."""
+    """View x (seq, heads, ...) as (number, heads, tokens, ...), without a copy.
+
+    Entry t holds `tokens` tokens from the start of block first + t * step. `block`: tokens per block.
+    """
     token, head, *rest = x.stride()
     size = (number, x.shape[1], tokens, *x.shape[2:])
     return x.as_strided(size, (step * block * token, head, token, *rest), x.storage_offset() + first * block * token)
 
 
 def _cut(queries: int) -> int:
-    """Return how many queries PyTorch's CPU operator handles per unit of work."""
+    """Return how many queries make a unit of work when PyTorch's CPU operator gets `queries` queries per problem."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
 class Sequence:
-    """Hold the block lists of one batch element. Its methods read and write rows of tensors (seq, heads, ...)."""
+    """Hold the block lists of one batch element. Its methods read and write rows of tensors (seq, heads, ...).
+
+    `key_bias` (seq,), 0 or -inf, is added to the scores of every query; None: no bias.
+    """
 
     def __init__(self, layout: BlockLayout, batch: int, key_bias: Tensor | None) -> None:
         self.layout, self.key_bias = layout, key_bias
@@ -94,7 +103,7 @@ class Sequence:
 
         A call takes some rows with all heads; or some heads of one row, if a single row with all heads is too large.
         `by_head` applies where keys are gathered: a call then takes few heads and as many of their rows as possible, as
-        long as every thread has work. `token_bytes` is the size of one token of one head.
+        long as every thread has work. `token_bytes`: the bytes of temporaries per token and head.
         """
         threads = torch.get_num_threads()
         for group in self.groups:
@@ -159,9 +168,10 @@ class Sequence:
 
 
 def _folded(layout: BlockLayout, scores: Scores, *tensors: Any) -> tuple[Scores, list[Any]]:
-    """Fold a batch of small problems that share one list into one problem with more heads; return others unchanged.
+    """Fold a batch of small problems (`_FOLD_TOKENS`) into one problem with more heads.
 
-    Tensors (batch, heads, ...), q first, become (1, batch * heads, ...); None stays None.
+    Tensors (batch, heads, ...), q first, become (1, batch * heads, ...), as do the hash words of `scores`; None stays
+    None. Larger problems, a bias, and lists per sample or head forbid this; all is then returned unchanged.
     """
     q, pairs = tensors[0], scores.pairs
     small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
@@ -180,7 +190,7 @@ def _fold(x: Any) -> Any:
 def _calls(
     layout: BlockLayout, scores: Scores, tensors: list[Any], copies: int, *, by_head: bool = False
 ) -> Iterator[tuple[Sequence, Group, Scores, list[Any]]]:
-    """Yield the arguments of each call of a fused operator: (sequence, group, its scores, views of the tensors).
+    """Yield the arguments of each call of a fused operator: (sequence, group, the call's scores, views of the tensors).
 
     The views are (seq, heads, ...) of one batch element and the call's heads.
 

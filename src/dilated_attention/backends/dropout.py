@@ -34,10 +34,12 @@ _A, _B, _C = 0x1B873593, 0x3C6EF372, 0x6A09E667
 class Dropout:
     """Hold what backends need for a call's dropout.
 
+    A pair survives if a hash of three int32 words, two of the query and one of the key, is at least `threshold`.
+
     Attributes:
-        probability: p, in (0, 1).
-        queries: the words a and b of every row of q.
-        keys: the word k of every row of k; key_heads is 1, or the number of heads of k if their rows differ.
+        probability: p, in (0, 1): the probability that a pair is dropped.
+        queries: the two words, a and b, of every row of q.
+        keys: the word, k, of every row of k; key_heads is 1, or the number of heads of k if their rows differ.
     """
 
     probability: float
@@ -71,7 +73,7 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Hold the words of a `Dropout` for the query rows and keys of independent attention problems.
+    """Hold the hash words of a `Dropout`, two per query row and one per key, for independent attention problems.
 
     Attributes:
         threshold: the least hash that survives.
@@ -88,7 +90,7 @@ class Pairs:
         return replace(self, queries=self.queries[problems, heads, rows], keys=self.keys[problems, its_heads, keys])
 
     def drop(self, x: Tensor) -> Tensor:
-        """Compute K x / (1 - p) in place, for x `(problems, heads, rows, keys)`."""
+        """Compute K x / (1 - p) in place, for x `(problems, heads, rows, keys)`; K: 1 where a pair survives, else 0."""
         return x.mul_(survives(self.queries, self.keys, self.threshold)).mul_(self.factor)
 
 
@@ -101,7 +103,7 @@ def dropout_of(
     keys: Int64[Tensor, "keys key_heads"],
     head_offset: int = 0,
 ) -> Dropout | None:
-    """Return the dropout of a call; None where p is 0.
+    """Return the dropout of a call; None if `probability`, with which a pair is dropped, is 0.
 
     Args:
         seed: any 64-bit number, on the device of q.
@@ -124,7 +126,10 @@ def dropout_of(
 def survives(
     queries: Int32[Tensor, "*problem rows 2"], keys: Int32[Tensor, "*#problem keys"], threshold: int
 ) -> Bool[Tensor, "*problem rows keys"]:
-    """Return K for every pair of a row and a key: True where the pair survives."""
+    """Return which pairs of a query row and a key survive, given their hash words.
+
+    `queries`, `keys`, `threshold`: as in `Pairs`.
+    """
     a, b = queries[..., 0, None], queries[..., 1, None]
     x = a ^ keys.unsqueeze(-2)
     x = _shift_xor(x, 16).mul_(_FIRST)

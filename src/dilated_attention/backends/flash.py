@@ -79,7 +79,7 @@ def _installed(module: str) -> bool:
 
 
 def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
-    """Compute the same as `fused.forward`, without bias and dropout."""
+    """Compute the same as `fused.forward`, for scores without bias, dropout and softcap."""
     is_causal, scale, bias, pairs, _ = scores
     assert bias is None
     assert pairs is None
@@ -98,7 +98,7 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
 
 
 def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
-    """Compute the same as `fused.backward`, without bias and dropout."""
+    """Compute the same as `fused.backward`, for scores without bias, dropout and softcap."""
     is_causal, scale, bias, pairs, _ = scores
     assert bias is None
     assert pairs is None

@@ -46,7 +46,7 @@ class Scores(NamedTuple):
         scale: factor of q kᵀ, positive.
         bias: added to scores, 0 or -inf. A row whose every key is masked gives out 0 and lse -inf.
         pairs: the dropout of these queries and keys; None: no dropout.
-        softcap: c > 0 replaces the scores s by c tanh(s / c); only plain products support it.
+        softcap: c > 0 replaces the scores s by c tanh(s / c); 0: no cap.
     """
 
     is_causal: bool
@@ -57,7 +57,7 @@ class Scores(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Return whether only plain products can compute such scores, because no operator of PyTorch can."""
+        """Return whether only plain matrix products can compute such scores: no fused operator of PyTorch can."""
         return self.pairs is not None or self.softcap > 0
 
     def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Scores:
@@ -69,12 +69,12 @@ class Scores(NamedTuple):
         return self._replace(bias=bias, pairs=None if pairs is None else pairs.part(problems, heads, rows, keys))
 
     def drop(self, p: Tensor) -> Tensor:
-        """Apply dropout to p, in place."""
+        """Apply dropout in place to p, the softmax weights or their gradient, and return it."""
         return p if self.pairs is None else self.pairs.drop(p)
 
 
 class Merged(NamedTuple):
-    """Hold what a backward starts from: the merged out and lse, and their gradients; dlse may be None."""
+    """Hold what a backward starts from: the merged out and lse, and their gradients; dlse None: no gradient on lse."""
 
     dout: Queries
     dlse: Statistic | None
@@ -232,7 +232,10 @@ def _plain_forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
 
 
 def _plain_part(scores: Scores, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return out, in single precision at least, and lse. `first`: the index of the first query of q, for causality."""
+    """Compute attention with plain matrix products; return out, in single precision at least, and lse.
+
+    `first`: the index of the first query of q, for causality.
+    """
     s, _ = _formed(scores, q, k, first)
     lse = s.logsumexp(-1)
     p = s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
@@ -262,7 +265,10 @@ def _plain_backward(scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Ten
 def _plain_gradients(
     scores: Scores, dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, in single precision at least. `first`: the index of the first query of q."""
+    """Return dq, dk and dv, in single precision at least.
+
+    `delta`: rowsum(dout · out) - dlse. `first`: the index of the first query of q, for causality.
+    """
     dout, q, k, v = (x.to(lse.dtype) for x in (dout, q, k, v))
     s, slope = _formed(scores, q, k, first)
     p = s.sub_(lse.unsqueeze(-1)).exp_()

@@ -35,7 +35,10 @@ class Launch:
     rows: int
 
     def idle(self, threads: int, batch: int) -> float:
-        """Estimate the launch's time relative to perfect balance (1.0), if free threads always take the next job."""
+        """Estimate the launch's time relative to perfect balance (1.0), if free threads always take the next job.
+
+        `batch`: the number of samples; each job runs once per sample.
+        """
         jobs = np.repeat(self.weights, batch)
         if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
             return 1.0
@@ -64,7 +67,7 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
         side: what the tiles hold.
         owned: group tiles into jobs such that no row is seen by tiles of two jobs: a job may then add to the rows that
             it sees. If not, a job is one tile, or up to `together` tiles in a launch for kernels/cpu/few.h.
-        most_few: a launch whose tiles have at most this many rows is for kernels/cpu/few.h.
+        most_few: a launch whose tiles have at most this many rows is marked `few`, owned or not (see `Launch`).
         together: the most tiles per job in such a launch.
     """
     lines = table.lines.numpy()
@@ -89,7 +92,8 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
 
 
 def _neighbours(lines: np.ndarray) -> np.ndarray:
-    """Return an order in which tiles that stream the same rows are neighbours, and so are the heads of a segment.
+    """Return indices that order the lines of a table so that tiles which stream the same rows become neighbours, and
+    so do the heads of a segment.
 
     A thread keeps the rows that it has gathered (Kept in kernels/cpu/tiles.h), and the rows of a segment's heads share
     pages of memory.
@@ -99,9 +103,9 @@ def _neighbours(lines: np.ndarray) -> np.ndarray:
 
 
 def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return an order of lines and the edges of its runs, such that no row is seen by the lines of two runs.
+    """Return indices that order the lines of a table, and edges that cut them into jobs which see no common row.
 
-    A line is taken to see everything from its first token to its last. This may give too few runs, which only costs
+    A line is taken to see everything from its first token to its last. This may give too few jobs, which only costs
     time.
     """
     spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)

@@ -90,8 +90,9 @@ def _shifted(group: StridedGroup, step: int) -> StridedGroup:
 class _Tile:
     """Describe the part of a family that one fused call computes: every combination of these indices.
 
-    Only one of batch, segment and residue may have several indices; or both batch and segment, if a view can fold them
-    into one dimension. A residue shifts the tokens by 1, the query heads by q_shift and the KV heads by 1.
+    Each combination of batch, segment and residue is one *problem* of the call. Only one of the three may have several
+    indices; or both batch and segment, if a view can fold them into one dimension. A residue shifts the tokens by 1,
+    the query heads by q_shift and the KV heads by 1.
 
     Attributes:
         q_heads, k_heads: the heads for residue 0: one KV head per query head, or one that all query heads share.
@@ -109,7 +110,10 @@ class _Tile:
         return len(self.k_heads) < len(self.q_heads)
 
     def cut(self, pieces: int, most: int) -> Iterator[_Tile]:
-        """Cut into `pieces` tiles or more, each of at most `most` problems times heads."""
+        """Cut into `pieces` tiles or more, or as many as there are problems and heads to cut.
+
+        In each tile, problems times heads is at most `most`.
+        """
         problems, heads = len(self.batch) * len(self.segment) * len(self.residue), len(self.q_heads)
         if pieces == 1 and problems <= _MOST_PROBLEMS and problems * heads <= most:
             yield self
@@ -140,7 +144,7 @@ class _Tile:
         return self._view(x, rows, self.k_heads, len(self.q_heads), 1)
 
     def key_sums(self, x: Tensor, rows: Rows) -> Tensor:
-        """View a tensor with KV heads as `keys` does, but a shared head once: gradients are summed over query heads."""
+        """View a tensor with KV heads as `keys` does, but a shared head once: the caller sums over its query heads."""
         return self._view(x, rows, self.k_heads, len(self.k_heads), 1)
 
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
@@ -157,7 +161,7 @@ class _Tile:
     def pairs(self, dropout: Dropout | None, group: StridedGroup, k: Tensor) -> Pairs | None:
         """Return the dropout of this tile's queries and keys in `group`; None without dropout.
 
-        `k`: the call's keys, whose batch, tokens and heads the words of the keys are expanded to.
+        `k`: the call's keys; `dropout.keys` is expanded to their batch, tokens and heads.
         """
         if dropout is None:
             return None
@@ -178,7 +182,10 @@ class _Tile:
         return plan_layout((layout.key, batch, heads), lambda: lasting(make, layout.device))
 
     def _view(self, x: Tensor, rows: Rows, heads: range, number: int, shift: int) -> Tensor:
-        """View x as (problems, number, rows, ...), for the given heads or a single one repeated `number` times."""
+        """View x as (problems, number, rows, ...), for the given heads or a single one repeated `number` times.
+
+        `shift`: by how many heads of x each residue shifts.
+        """
         head_step = heads.step if len(heads) == number else 0
         every_head = number == x.shape[2] and head_step == 1 and len(self.residue) == 1
         if every_head and rows.count == x.shape[1] and len(self.batch) == x.shape[0]:  # a quicker way to the same view
@@ -197,7 +204,7 @@ class _Tile:
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
-    """Return the limit of one call with these query rows: the most problems times heads that it may have.
+    """Return the largest product of problems (see `_Tile`) and heads for one call with these query rows.
 
     The operators sum dq in a buffer of padded rows and columns, whose size is limited.
     """
@@ -208,7 +215,7 @@ def _most_heads(rows: Rows, head_dim: int) -> int:
 def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], head_dim: int) -> _Tile | None:
     """Return a tile that computes all rows and heads of a group in one call, so that its result is the whole output.
 
-    Returns None if no such tile exists.
+    Returns None if no such tile exists. `tensors`, `head_dim`: as in `_Whole.tiles`.
     """
     rows = group.queries
     every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] == k.shape[1]
@@ -269,9 +276,9 @@ def _pieces(indices: range, number: int) -> list[range]:
 def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
     """Cut a group with a band into groups that need only a causal mask or a bias, which PyTorch's operators support.
 
-    If the keys after those that all queries see form a causal square, there are two groups: all queries with the former
-    keys, and the square. Any other band is cut into runs of queries, each with the keys that some of its queries see
-    and the band of these rows, which becomes a bias of 0 or -inf.
+    A causal group, or one without a band, stays whole. If the band only makes the last keys, as many as the queries,
+    causal, these keys become a second group. Any other band is cut into runs of queries, each with the keys that some
+    of its queries see; the band between them becomes a bias of 0 or -inf.
     """
     if not group.banded or (group.low is None and group.high == 0):
         yield group
@@ -312,7 +319,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 class _Whole:
-    """Hold a problem and its tensors, of which each tile computes a part."""
+    """Hold a `Problem` and its tensors, of which each tile computes a part; `operators`: as in `forward`."""
 
     def __init__(self, problem: Problem, operators: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.problem, self.operators = problem, operators

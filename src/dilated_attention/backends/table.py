@@ -104,7 +104,7 @@ class Choice:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Return why each other backend does not serve the call, by name; empty without `facts`."""
+        """Return why each other backend cannot serve the call or was passed over, by name; empty without `facts`."""
         return {} if self.facts is None else _refusals(self.facts, self.backend)
 
 
@@ -117,7 +117,8 @@ def choose(name: str, facts: Facts) -> Choice:
     """Choose the backend for a call: the named one, or for "auto" the first one whose `refusal` and `on_request` allow
     it.
 
-    Raises BackendError, with the reasons, if the named backend refuses the call, or for "auto" if every backend does.
+    Raises BackendError, with the reasons, if the named backend refuses the call, or if "auto" finds none.
+    Raises UnsupportedError if the named backend serves no mesh and the call has one.
     """
     if name == "auto":
         for backend in BACKENDS.values():

@@ -45,16 +45,20 @@ MAX_EXTRA_STEPS = 1.05
 class Table:
     """Hold the tiles of one launch.
 
+    A tile is a block of rows of one head. Its *spans* are the runs of rows that it sees, which a loop streams.
+
     Attributes:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
         spans: the number of spans in each line; unused ones are empty.
         chain: whether some tile of queries continues results that an earlier launch wrote.
-        is_causal: whether the diagonals of the spans apply.
-        banded: whether the second diagonal of the spans (`far`) applies too.
-        even: whether no tile, held or streamed, reaches past its rows.
-        edge: which streamed tiles the kernel must mask. 0: none. -1: all. Positive: in spans, those at the ends of a
-            span; in lists of blocks, those of the last `edge` key blocks (or the first `edge` query blocks) of a list.
-        reach: an upper bound for the tokens between the first and the last row of a tile that the loop streams.
+        is_causal: whether a diagonal (`near`) limits what a tile sees of each span.
+        banded: whether a second diagonal (`far`) limits it too.
+        even: whether every tile is full: those of `lines`, and those that the loop streams.
+        edge: which streamed tiles the kernel must mask. 0: none. -1: all. Positive: in spans, those on a diagonal and
+            the partial last one of keys; in lists of blocks, those of the last `edge` key blocks (or the first `edge`
+            query blocks) of a list.
+        reach: an upper bound for the tokens between the first and the last row of a tile that the loop streams. It
+            decides whether their offsets need 64 bits.
         count: the number of rows per segment, which is the key of its layout in `Layouts`; None without layouts.
     """
 
@@ -80,8 +84,12 @@ def tables(
 ) -> list[Table]:
     """Return the tables of all launches of a plan, in the order in which they run.
 
-    With layouts, the launches compute only the blocks that the layouts list in each segment. `join`: run several turns
-    (see `turns`) in one launch where that is cheap.
+    With layouts, the launches compute only the blocks that the layouts list in each segment.
+
+    Args:
+        side: whether tiles hold queries or keys.
+        shape: the rows per tile: `own` that it holds, `loop` that each step of its loop streams.
+        join: run several turns (see `turns`) in one launch where that is cheap.
     """
     if layouts is None:
         masked = any(group.banded for group in plan.groups)
@@ -129,7 +137,10 @@ def _table(
     lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device,
     count: int | None = None,
 ) -> Table:  # fmt: skip
-    """Make a table from lines. `even` and `edge` describe the tiles that the loop streams, see `Table`."""
+    """Make a table from lines with `spans` spans each; `masked` becomes its `is_causal`.
+
+    `even` and `edge` describe the tiles that the loop streams, see `Table`.
+    """
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
@@ -234,13 +245,16 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
 
 
 def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
-    """Return cells per launch: one launch per turn, or fewer with `join`.
+    """Return the cells of each launch: one launch per turn (see `turns`), or fewer with `join`.
+
+    A cell is a run of rows with the spans that they all see, not yet cut into tiles. A `Part` is an array of cells and
+    the KV heads that they are computed for.
 
     With `join`, consecutive turns become one launch if the loops then take hardly more steps. Then branches share
     one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch (rate
-    r) fill tiles of `own` rows inside the segments (length w) of the densest: w >= own · r. Callers do not join causal
-    turns: a tile of a sparse class spans so much of a dense segment that up to half of its scores would lie above the
-    diagonal.
+    r) fill tiles of `shape.own` rows inside the segments (length w) of the densest: w >= own · r. Callers do not join
+    causal turns: a tile of a sparse class spans so much of a dense segment that up to half of its scores would lie
+    above the diagonal.
     """
     launches: list[tuple[list[StridedGroup], list[Part], int]] = []
     for turn in turns(plan.groups, side):
@@ -257,7 +271,7 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
 
 
 def _steps(parts: Sequence[Part], shape: Shape) -> int:
-    """Return how many steps of the inner loop the cells take, over all heads."""
+    """Return how many loop steps the cells (see `_unions`) take over all heads, when cut into tiles of this shape."""
     return sum(
         int((-(-cells[:, ROWS] // shape.own) * (-(-cells[:, COUNTS] // shape.loop)).sum(1)).sum()) * len(heads)
         for cells, heads in parts
@@ -268,7 +282,7 @@ def _steps(parts: Sequence[Part], shape: Shape) -> int:
 
 
 def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
-    """Return one cell per segment of a group, with one span: the segment's rows on the other side, and the band."""
+    """Return one cell per segment of a group: the rows that tiles hold, with one span, the rows that they see."""
     own, loop = _sides(group, side)
     segment = np.arange(own.segments)
     cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
@@ -286,7 +300,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
 
 
 def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
-    """Return the cells cut into blocks of `size` rows, with each block's number in its segment in the field LIST."""
+    """Cut cells of whole segments into blocks of `size` rows; the field LIST gets a block's number in its segment."""
     cell, block = _runs(-(-cells[:, ROWS] // size))
     out = cells[cell]
     out[:, LIST] = block
@@ -301,7 +315,7 @@ def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
-    """Cut each line into pieces of `size` rows and replace it, in place, by piece number `index`."""
+    """Cut each line into pieces of `size` rows and replace it, in place, by its piece number index[line]."""
     for edges, unmasked in zip(EDGES, UNMASKED[side], strict=True):
         masked = (lines[:, edges] != unmasked) & (lines[:, COUNTS] > 0)
         lines[:, edges] += masked * (index * size)[:, None]
@@ -310,7 +324,7 @@ def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> Non
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
-    """Return the cells of several turns joined into one launch.
+    """Return the cells of one launch that computes all these groups, which may be of several turns (see `_unions`).
 
     Returns no cells if tiles would see too many spans, or if the rows fall into too many residue classes.
     """
@@ -372,7 +386,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
 
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
-    """Return one line per tile and head: the cells cut into tiles of `own` rows.
+    """Return one line per tile and head: the cells (see `_unions`) cut into tiles of `own` rows.
 
     Tiles of one cell and head are neighbours, because their loops read the same rows. In a causal cell the tiles
     with the most work come first.
@@ -393,15 +407,15 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
 
 
 def heaviest_first(lines: np.ndarray) -> np.ndarray:
-    """Order tiles by their work, most work first, so that no long tile is left for the end."""
+    """Return the lines sorted by how many rows a tile sees, most first, so that no long tile is left for the end."""
     return lines[np.argsort(-lines[:, COUNTS].sum(1), kind="stable")]
 
 
 def by_head(lines: np.ndarray) -> np.ndarray:
-    """Order tiles head by head, in stretches as long as the longest span.
+    """Return the lines sorted by head, then by stretch of tokens, then by how many rows a tile sees, most first.
 
-    Programs that run at the same time then see the same rows, which stay in the L2 cache. The heaviest tiles of a
-    stretch come first.
+    A stretch is as long as the longest span. Programs that run at the same time then see the same rows, which stay in
+    the L2 cache.
     """
     longest = max(1, int((lines[:, STRIDES] * lines[:, COUNTS]).max(initial=0)))
     return lines[np.lexsort((-lines[:, COUNTS].sum(1), lines[:, START] // longest, lines[:, HEAD]))]
@@ -418,8 +432,8 @@ def outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 def gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
     """Return a buffer for the gradient of x.
 
-    With `add`, launches add to it, so it is zeros in float32. Otherwise a single launch writes each row; it is filled
-    with zeros unless the launches write all rows (`covered`).
+    With `add`, launches add to it, so it is zeros in float32. Otherwise it has x's dtype, and a single launch writes
+    each row; it is filled with zeros unless the launches write all rows (`covered`).
     """
     if add or not covered:
         return x.new_zeros(x.shape, dtype=torch.float32 if add else x.dtype)

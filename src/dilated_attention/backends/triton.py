@@ -46,9 +46,9 @@ class Rule:
 
     Attributes:
         asks: what a call needs beyond q, k, v and causality, as in `Facts.needs`; "" for nothing.
-        native: what such a call costs on the native backend on a GPU, counted and not timed.
-        least: the number of score entries times head_dim above which this backend is faster, by architecture
-            (kernels/configurations.py); None where being right is enough, since native cannot compete.
+        native: what the native backend does on a GPU for such a call, as the end of a message; counted, not timed.
+        least: the least number of score entries times head_dim at which this backend is faster, by architecture
+            (kernels/configurations.py). None: choose it at any size, since native cannot compete.
     """
 
     asks: str
@@ -190,7 +190,7 @@ def backward(
 
 
 def run(kernel: Any, programs: int, **arguments: Any) -> Any:
-    """Launch a kernel and return the compiled kernel.
+    """Launch a kernel with `programs` programs and return the compiled kernel.
 
     Apart from filling buffers, this backend does nothing on a device except through `run` and `again`.
     """
@@ -239,11 +239,10 @@ class Bound:
 def _bound(
     held: dict[tuple[Any, ...], Bound], tensors: Tensors, also: tuple[Any, ...], settle: Callable[[], Bound]
 ) -> Bound:
-    """Return the launch for these tensors from `held`, or make it with `settle`.
+    """Return the launch for these tensors from `held`, or make it with `settle` and add it to `held`.
 
-    The size of `held` is bounded, even if every call has tensors of another kind.
-
-    `also`: what else the launch depends on, including the shapes that matter.
+    Launches are held by the strides, dtype and alignment of each tensor, and by `also`: what else the launch depends
+    on, including the shapes that matter. The size of `held` is bounded, even if every call has tensors of another kind.
     """
     kinds = [None if x is None else (x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors.values()]
     seen = (*also, *kinds)
@@ -382,7 +381,10 @@ def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
 def _stats(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, held: dict[tuple[Any, ...], Bound]
 ) -> Tensor:
-    """Return lse · log2(e) and rowsum(dout · out) - dlse as the kernels read them: float32 (B, N, H, 2)."""
+    """Return lse · log2(e) and rowsum(dout · out) - dlse as the kernels read them: float32 (B, N, H, 2).
+
+    `held`: the launches of earlier calls, as in `_bound`.
+    """
     out, lse = out.contiguous(), lse.contiguous()
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
     dlse = None if dlse is None else dlse.contiguous()
@@ -442,7 +444,10 @@ def _of_dropout(dropout: Dropout | None) -> dict[str, Any]:
 
 
 def _row(numbers: dict[str, Any]) -> int:
-    """Return the most elements between a key and the next one, in the tensors that the loops of forward and dq read."""
+    """Return the largest stride of a token in k, v and the hash words of keys, in elements.
+
+    Times `Table.reach`, it says whether a streamed tile needs 64-bit offsets. `numbers`: from `_numbers`.
+    """
     return max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])
 
 

@@ -306,7 +306,7 @@ _CHOSEN = "_chosen_blocks"
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose class name ends in "Attention" and that have no such module as a child."""
+    """Return the modules whose class name ends in "Attention" and that have no such module as a direct child."""
     modules = [x for x in model.modules() if type(x).__name__.endswith("Attention")]
     return [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
 
@@ -354,8 +354,9 @@ def _require_no_windows(part: PreTrainedModel) -> None:
 def _without_windows(config: Any) -> str:
     """Return advice: how to make a model without windows that computes the same for texts shorter than the window.
 
-    A layer's type can also choose its rotary positions: `rope_parameters` then has an entry for each type (Gemma 3,
-    ModernBERT). One type's entry can take the place of another type's, but several types cannot share one entry.
+    In Gemma 3 and ModernBERT a layer's type also chooses its rotary positions: `rope_parameters` has an entry for each
+    type. Without windows only one type and one entry remain. So if layers of several types have different entries, the
+    advice is to choose another model.
     """
     conflict = "windows cannot be combined with dilated segments"
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -440,8 +441,10 @@ def visibility(
 ) -> Visibility | Shown | Refused:
     """Describe what the queries of a forward may see. This is the mask function that transformers calls.
 
-    It takes the arguments of transformers' `sdpa_mask`, and refuses what this library cannot compute. Some models make
-    masks for kinds of layers that they do not have; so a mask with a window is refused only by the layer that gets it.
+    It takes the arguments of transformers' `sdpa_mask`. The result is a `Visibility` for dilated layers, and a `Shown`
+    for layers that keep the model's own attention. A dilated model's window, and a mask that `read_mask` cannot read,
+    give a `Refused`, which raises only in a layer that gets it: some models make masks for kinds of layers that they do
+    not have. Anything else that this library cannot compute raises an UnsupportedError here.
     """
     if isinstance(attention_mask, NotATensor):  # made before the forward: by `generate`, or by a model that holds one
         return attention_mask
@@ -502,7 +505,11 @@ def _padded(seen: Visibility, real: Tensor) -> Visibility:
 
 
 def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_start: int, mask: Tensor | None) -> Shown:
-    """Return what a mask shows, together with the positions of its queries and keys, and the keys that are padding."""
+    """Return what a mask shows, together with the positions of its queries and keys, and the keys that are padding.
+
+    queries, keys: their number. q_start: an integer or a one-element tensor. mask: `(batch, positions)` from position 0
+    on, true at real tokens; None: no padding.
+    """
     hidden = None
     if mask is not None:
         real = nn.functional.pad(mask.bool(), (0, max(0, k_start + keys - mask.shape[1])))[:, k_start : k_start + keys]
@@ -540,7 +547,10 @@ def report(model: nn.Module) -> str:
 
 
 def _selection(real: Tensor) -> slice | Tensor:
-    """Return an index of the real tokens: a slice where they are neighbours, so that no key is copied."""
+    """Return an index of the tokens where `real`, bool `(tokens,)`, is True.
+
+    It is a slice where they are neighbours, so that no key is copied.
+    """
     index = real.nonzero()[:, 0]
     if not len(index):
         return slice(0, 0)
@@ -567,7 +577,9 @@ def attention_forward(
         query: `(batch, heads, new, head_dim)`.
         key, value: `(batch, kv_heads, past + new, head_dim)`.
         attention_mask: what our mask function returned.
+        is_causal: decides without a mask (see `_is_causal`). With a `Visibility` it must agree; a `Shown` ignores it.
         s_aux: what this library calls sinks.
+        kwargs: other arguments of the model, refused if they would change the attention.
 
     Returns:
         out `(batch, new, heads, head_dim)`, and None in place of weights.
@@ -600,7 +612,11 @@ def attention_forward(
 def _attend_own(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool | None, **options: Any
 ) -> Tensor:
-    """Compute a model's own attention, or attention over chosen blocks where `sparsify` asks for it."""
+    """Compute a model's own attention, or attention over chosen blocks where `sparsify` asks for it.
+
+    is_causal: what the model passes; it matters only without a mask, see `_is_causal`. options: scale, dropout_p, sinks
+    and softcap of `attention`.
+    """
     shown, chosen, held = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None), ""
     if chosen is None or not chosen.serves(shown):
         out = attend(shown, q, k, v, **options)
@@ -615,7 +631,7 @@ def _attend_own(
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
     """Refuse arguments that a model passes to its attention and that would change it in ways we do not compute.
 
-    own: whether the model's own attention is computed, whose mask already describes its window.
+    own: the model's own attention is computed: accept `sliding_window`, since the mask already describes the window.
     """
     for name, given in arguments.items():
         if given is None or given is False or name in _WITHOUT_EFFECT:
@@ -629,7 +645,10 @@ def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -
 
 
 def _attend_cached(seen: Visibility, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, **options: Any) -> Tensor:
-    """Attend from new tokens to the tokens in the cache and to themselves."""
+    """Attend from new tokens to the tokens in the cache and to themselves. Return out, shaped like q, 0 at padding.
+
+    `options`: scale and sinks of `cached_attention`.
+    """
     q, k, v = as_autocast(q, k, v)  # as attention does by itself
     if seen.samples is None:
         return cached_attention(q, k, v, pattern, **options)
@@ -646,7 +665,10 @@ Mask = Visibility | Shown | Refused | Tensor | None
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return whether a layer without a mask is causal. Layers over images, for example, have no mask."""
+    """Return whether a layer without a mask is causal. Layers over images, for example, have no mask.
+
+    is_causal: what the model passes to its attention; None: `module.is_causal` decides.
+    """
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if not isinstance(causal, bool):
         raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
@@ -654,7 +676,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
-    """Return the error for a mask that our mask function did not make."""
+    """Return the error for a mask that our mask function did not make, or refused. `remedy`: advice at its end."""
     if isinstance(mask, Refused):
         return mask.error
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -665,7 +687,10 @@ def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
 
 
 def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
-    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer.
+
+    is_causal: what the model passes; it matters only without a mask, see `_is_causal`.
+    """
     queries, keys = q.shape[1], k.shape[1]
     if mask is None:
         causal = _is_causal(module, is_causal) and queries > 1
@@ -681,7 +706,10 @@ def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bo
 
 
 def _visibility_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Visibility:
-    """Return what the mask of a dilated layer shows; without a mask, all tokens are real and none is cached."""
+    """Return what the mask of a dilated layer shows; without a mask, all tokens are real and none is cached.
+
+    is_causal: what the model passes; it must agree with the mask. Without a mask, see `_is_causal`.
+    """
     new, keys = q.shape[1], k.shape[1]
     if isinstance(mask, Shown):
         raise UnsupportedError(

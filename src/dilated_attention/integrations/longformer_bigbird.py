@@ -113,9 +113,9 @@ def _refuse_weights(wanted: Any) -> None:
 
 
 def _window_and_globals(module: Any, states: Tensor, masked: Any, is_global: Any, output_attentions: bool) -> Tensor:
-    """Return Longformer's attention, `(batch, seq, hidden)`.
+    """Return Longformer's attention for `states`, both `(batch, seq, hidden)`.
 
-    masked, is_global: `(batch, seq)`, True at padding and at global tokens.
+    masked, is_global: bool `(batch, seq)`, True at padding and at global tokens. output_attentions: refused if true.
     """
     _refuse_weights(output_attentions)
 
@@ -143,7 +143,10 @@ def _window_and_globals(module: Any, states: Tensor, masked: Any, is_global: Any
 
 
 def _places(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where `chosen` `(batch, seq)` is True, as positions `(batch, most)`, and which entries are filling."""
+    """Return the positions where `chosen` `(batch, seq)` is True, `(batch, most)`, and which of them are padding.
+
+    `most` is the largest number of True entries in a sample; samples with fewer are padded with other positions.
+    """
     counts = chosen.sum(1)
     most = int(counts.max())
     order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
@@ -151,12 +154,12 @@ def _places(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _taken(x: Tensor, place: Tensor) -> Tensor:
-    """Return the tokens of x `(batch, seq, ...)` at the positions `place` `(batch, most)`."""
+    """Return the tokens of x `(batch, seq, ...)` at the positions `place` `(batch, n)`: `(batch, n, ...)`."""
     return x[torch.arange(len(x), device=x.device)[:, None], place]
 
 
 def _blocks(module: Any, seq_len: int, device: torch.device) -> BlockLayout | Sum:
-    """Return what BigBird shows: a layout, or a sum of layouts if a row names a block several times."""
+    """Return what BigBird shows: a layout, or a sum of layouts if a query block lists the same key block twice."""
     drawn = torch.from_numpy(_drawn(module, seq_len)).long()
     heads, blocks = len(drawn), seq_len // module.block_size
     row = torch.arange(blocks)
@@ -172,9 +175,10 @@ def _blocks(module: Any, seq_len: int, device: torch.device) -> BlockLayout | Su
 
 
 def _drawn(module: Any, seq_len: int) -> np.ndarray[Any, Any]:
-    """Return the random blocks that the module draws, `(heads, rows, r)`, for all rows except the first and the last.
+    """Return the key blocks that the module draws for every query block except the first and the last.
 
-    In training this seeds NumPy's generator as the module does, so that the generator ends in the same state.
+    The shape is `(heads, query blocks - 2, num_random_blocks)`. In training this seeds NumPy's generator as the module
+    does, so that the generator ends in the same state.
     """
     size, heads = module.block_size, module.num_attention_heads
     if module.training:

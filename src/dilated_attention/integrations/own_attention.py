@@ -121,7 +121,10 @@ def read_mask(mask_function: Callable[..., Any]) -> Shown:
 
 
 def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what limits the keys that a query sees: `before` and `after` (how many keys), or fields of `Shown`."""
+    """Return what limits the keys that a query sees, by name; a missing name sets no limit.
+
+    `before` and `after` are the most keys that it sees on each side; other names are fields of `Shown`.
+    """
     if mask_function is causal_mask_function:
         return {"after": 0}
     if mask_function is bidirectional_mask_function or _same_code(mask_function, _every_key):
@@ -164,7 +167,7 @@ def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
 
 
 def _both(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the limits of a mask that combines masks by `and`."""
+    """Return the limits of a mask that combines masks by `and`; `parts`: their limits, from `_limits`."""
     found: dict[str, Any] = {}
     limited = [part for part in parts if "blocks" not in part]
     if len(limited) < len(parts) and any(part.keys() - {"before"} for part in limited):
@@ -183,7 +186,7 @@ def _widest(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the limits of a mask that combines masks by `or`, where one of them shows what all the others show.
 
     Gemma 3 turns its decoder into an encoder in this way: it combines the causal mask with a window on both sides.
-    Blocks of tokens that see one another are shown in addition.
+    Blocks of tokens that see one another are shown in addition. `parts`: the masks' limits, from `_limits`.
     """
     if len(parts) == 2 and parts[0] == {"after": 0} and parts[1].keys() == {"blocks"}:
         return parts[0] | parts[1]
@@ -203,8 +206,9 @@ def read_arguments(
     It is used under torch.compile, which cannot trace how `read_mask` looks into a function.
 
     Args:
-        local_size: the size of the window or of the chunks.
-        mask: `(batch, seq)`, True for real tokens.
+        local_size: the size of the window or of the chunks, in tokens; None: neither.
+        config: tells which of the two: its `sliding_window` or its `attention_chunk_size` equals local_size.
+        mask: `(batch, seq)`, True for real tokens: chunks count from the first of them; None: all are real.
         arguments: the remaining arguments of `sdpa_mask`, which show whether another mask was combined with it.
     """
     if mask_function is causal_mask_function:

@@ -29,10 +29,15 @@ SPAN = tl.constexpr(8)
 @triton.jit
 def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
               KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """Return the part of a tile's list that one pass visits: if MASKED, the blocks that may need a mask; else the rest.
+    """Return the part of a tile's list of blocks that one pass of the kernel's loop visits.
 
-    `sample`: the sample's offset b · lsb in INDPTR; n: the query head. Returns the number of steps, and the part: the
-    address of its first block, then start, stride, count and diagonal `near` of the span.
+    The pass with MASKED visits the blocks that may need a mask (EDGE of them, or all if it is negative), the other pass
+    the rest. T is the address of the tile's table line, `sample` the sample's offset b · lsb in INDPTR, n the query
+    head; LH query heads share a list, and lsh is the stride between such heads in INDPTR. If KEYS, the blocks hold
+    keys, otherwise queries. A step visits at most R positions, of one block of SIZE.
+
+    Returns the number of steps, and the part: the address of its first block, then start, stride, count and diagonal
+    `near` of the span.
     """
     x = sample + (n // LH) * lsh + tl.load(T + LIST)
     low = tl.load(INDPTR + x)
@@ -52,8 +57,10 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
 
 @triton.jit
 def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
-    """Return the rows of a step of `part` (from `read_list`), as `locate` does, with `near` also as `far`.
-    A block takes ceil(SIZE / R) steps."""
+    """Return the rows of a step of `part` (from `read_list`) as `strided.locate` does, with `near` for both diagonals.
+
+    A block of SIZE positions takes ceil(SIZE / R) steps. WIDE: as in `tokens`.
+    """
     LISTED, start, stride, count, near = part
     tiles: tl.constexpr = (SIZE + R - 1) // R
     within = (step % tiles) * R
@@ -70,8 +77,9 @@ def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.const
 def tokens(start, stride, low, R: tl.constexpr, WIDE: tl.constexpr):
     """Return the tokens at positions low, ..., low + R - 1 of a span, as base + ahead.
 
-    base is one 64-bit number per tile; ahead has 32 bits, unless WIDE. With 64-bit products everywhere, these products
-    would take 50 of the 405 instructions of a forward step at head_dim 128 (sm_90).
+    base is one 64-bit number per tile; ahead (R,) has 32 bits, or 64 if WIDE, for offsets that do not fit 32. With
+    64-bit products everywhere, these products would take 50 of the 405 instructions of a forward step at head_dim 128
+    (sm_90).
     """
     base = start.to(tl.int64)
     if WIDE:

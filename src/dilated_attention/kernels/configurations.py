@@ -34,9 +34,10 @@ class Shape(NamedTuple):
     stages: int
 
     def cut(self, own: int, loop: int) -> Shape:
-        """Return a shape cut for tiles that need at most `own` held and `loop` streamed rows; at least 16 rows each.
+        """Return a shape cut for tiles that need at most `own` held and `loop` streamed rows.
 
-        The number of warps stays the same, because most shapes spill registers with fewer.
+        Each count of rows becomes the least power of two that is enough, but at least 16 and no more than it was. The
+        number of warps stays the same, because most shapes spill registers with fewer.
         """
         own, loop = (
             min(size, max(16, 1 << (rows - 1).bit_length())) for size, rows in zip(self, (own, loop), strict=False)
@@ -44,10 +45,10 @@ class Shape(NamedTuple):
         return Shape(own, loop, self.warps, self.stages)
 
     def options(self, target: str) -> dict[str, int]:
-        """Return the options with which Triton launches and compiles the kernel.
+        """Return the options with which Triton launches and compiles the kernel on `target`, a key in ARCHITECTURES.
 
-        Without a limit on registers, ptxas spills some of them in order to fit two or three programs on a
-        multiprocessor. For sm_90, allowing all registers lets just as many programs fit.
+        Except for gfx942, they let a thread use all 255 registers. Without this option ptxas spills some, in order to
+        fit two or three programs on a multiprocessor; for sm_90, just as many fit with it.
         """
         registers = {} if target == "gfx942" else {"maxnreg": 255}
         return {"num_warps": self.warps, "num_stages": self.stages} | registers | FUSED
@@ -68,7 +69,8 @@ class Architecture:
     def shape(self, kernel: Kernel, element_size: int, head_dim: int, masked: bool, has_lists: bool = False) -> Shape:
         """Return the shape of a kernel's tiles.
 
-        `masked`: the kernel needs registers for dropout, hidden keys or caps, so the streamed tile is half as long.
+        `masked`: dropout, hidden keys or a softcap need registers, so the streamed tile is half as long. `has_lists`:
+        the call has a block layout, for which a shape in `of_lists` comes first.
         """
         shapes = self.of_lists if has_lists and (kernel, element_size) in self.of_lists else self.shapes
         shape = shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]

@@ -25,7 +25,10 @@ INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
-    """Load the rows of X at offsets `rows` as a tile [R, len(d)]; zeros beyond D and, if MASKED, where not `inside`."""
+    """Load columns `d` of the rows of X at offsets `rows`, as a tile [R, len(d)].
+
+    Columns past the D-th are zero and, if MASKED, so are rows that are not `inside`.
+    """
     at = X + rows[:, None] + d[None, :]
     if MASKED and d.shape[0] > D:
         return tl.load(at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
@@ -39,7 +42,10 @@ def load_rows(X, rows, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_keys(K, V, HIDDEN, base, ahead, ksn, vsn, sample, seen, d, D: tl.constexpr, MASKED: tl.constexpr):
-    """Load k and v of the tokens base + ahead. Return them, and which of the `seen` tokens HIDDEN does not hide."""
+    """Load k and v of the tokens base + ahead. Return them, and which of the `seen` tokens HIDDEN does not hide.
+
+    ksn, vsn: strides of a token, in elements; `sample`: the sample's offset in HIDDEN. d, D, MASKED: as in `load_rows`.
+    """
     k = load_rows(K + base * ksn, ahead * ksn, d, seen, D, MASKED)
     v = load_rows(V + base * vsn, ahead * vsn, d, seen, D, MASKED)
     return k, v, shown(HIDDEN, sample + base + ahead, seen)
@@ -98,15 +104,21 @@ def load_pairs(X, rows, inside, R: tl.constexpr):
 
 @triton.jit
 def load_stats(STATS, stats, inside, R: tl.constexpr):
-    """Return lse and delta of R rows. Rows that are not `inside` get lse = inf, so that their p is 0."""
+    """Return lse · log2(e) and delta, rowsum(dout · out) - dlse, of the R rows number `stats` of STATS.
+
+    Rows that are not `inside` get lse = inf, so that their p is 0.
+    """
     lse, delta = load_pairs(STATS, stats, inside, R)
     return tl.where(inside, lse, INF), delta
 
 
 @triton.jit
 def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CHAIN: tl.constexpr):
-    """Return the initial (m, z, acc) of a tile: the state that an earlier launch wrote (CHAIN, and `first` is 0) or an
-    empty one, merged with the phantoms."""
+    """Return a tile's initial (m, z, acc), maximum, denominator and numerator of the running softmax.
+
+    They continue what an earlier launch wrote (if CHAIN, and `first` is 0) or begin empty, and include `phantoms` keys
+    with score 0 and value 0. m is times log2(e). `rows` and `stats` are the offsets of the tile's rows in OUT and LSE.
+    """
     if CHAIN:
         before = inside & (tl.broadcast_to(first, inside.shape) == 0)  # the interpreter has no masks of scalars
         m = tl.load(LSE + stats, mask=before, other=-INF) * LOG2E
@@ -125,7 +137,7 @@ def begin(OUT, LSE, rows, stats, d, inside, first, phantoms, D: tl.constexpr, CH
 
 @triton.jit
 def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
-    """Write out = acc / z and lse = m + log z. Rows that saw nothing get 0 and -inf; a NaN stays a NaN."""
+    """Write out = acc / z and lse = (m + log2 z) / log2(e). Rows that saw nothing get 0 and -inf; a NaN stays a NaN."""
     some = z != 0.0
     z = tl.where(some, z, 1.0)
     store_rows(OUT, rows, d, inside, acc / z[:, None], D)
@@ -160,7 +172,7 @@ def attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED
            DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Run one step of the online softmax and return the new (m, z, acc); `scale` must be positive.
 
-    `visible` and `keep` are the scores that MASKED and DROPOUT leave.
+    If MASKED, only `visible` scores count. If DROPOUT, only weights in `keep` do, times keep_scale = 1 / (1 - p).
     """
     s, scale = scores(q, k, scale, softcap, PRECISION)
     if MASKED:
@@ -184,7 +196,8 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_s
               DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Return dq + ds k, where p = exp(s - lse) and ds = p (do vᵀ - delta). The caller multiplies by the scale.
 
-    With a softcap, ds is also multiplied by the derivative of the cap.
+    lse is passed times log2(e), and delta = rowsum(dout · out) - dlse. `visible`, `keep` and `keep_scale` are as in
+    `attend`; dropout applies to do vᵀ. With a softcap, ds is also multiplied by the derivative of the cap.
     """
     t, scale = scores(q, k, scale, softcap, PRECISION)
     s = t * scale - lse[:, None]
@@ -205,7 +218,8 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, 
                 DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Return dk + dsᵀ q, which the caller multiplies by the scale, and dv + pᵀ do.
 
-    Scores, `visible` and `keep` are [N, M], keys by queries.
+    p and ds are as in `attend_dq`, but dropout also applies to p in dv. Scores, `visible` and `keep` are [N, M], keys
+    by queries.
     """
     t, scale = scores(k, q, scale, softcap, PRECISION)
     s = t * scale - lse[None, :]
@@ -228,10 +242,10 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, 
 @triton.jit(do_not_specialize=["size", "N", "H", "sb", "sn", "sh"])
 def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl.constexpr, D: tl.constexpr,
                    DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """Write lse · log2(e) and delta side by side, for the `size` = B · N · H rows of out.
+    """Write lse · log2(e) and delta = rowsum(dout · out) - dlse side by side, for the `size` = B · N · H rows of out.
 
     Rows that saw nothing get lse = inf, so that their p is 0. out is contiguous; dout has the strides (sb, sn, sh) ·
-    UNIT.
+    UNIT. DLSE may be None, for a gradient of 0.
     """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)

@@ -62,7 +62,7 @@ INTEGERS += ["lsb", "lsh", "wsn", "wsh"]
 @triton.jit
 def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr):
     """Return (T, b, h, g): the address of this program's line in the table, its sample, its KV head, and its query
-    head, counted within the KV head."""
+    head, counted within the KV head. There are B samples and G programs per KV head; a line has SPANS spans."""
     program = tl.program_id(0)
     T = TILES + (program // G // B).to(tl.int64) * (TILE_FIELDS + SPANS * SPAN_FIELDS)
     return T, ((program // G) % B).to(tl.int64), tl.load(T).to(tl.int64), program % G
@@ -83,13 +83,15 @@ def read_rows(T, i):
 @triton.jit
 def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
                KEYS: tl.constexpr, SPANS: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """Return the tiles of R tokens that one pass of the loop visits, over all spans of a line.
+    """Return the tiles of R tokens that one pass of the loop visits, over all spans of the line at address T.
 
-    The pass MASKED visits the tiles that may need a mask: those on a diagonal and, for keys, at the end of a span. The
-    other pass visits the rest. If KEYS, the spans hold keys, otherwise queries, whose p is 0 past the end of a span.
+    If EDGE < 0, the pass with MASKED visits all tiles. Otherwise it visits those on a diagonal and, for keys, a partial
+    one at the end of a span; the pass without MASKED visits the rest. If KEYS, the spans hold keys, otherwise queries,
+    whose p is 0 past the end of a span.
 
-    Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, near, far. In a
-    WINDOW the pass MASKED has two such parts per span: the tiles before those without a mask, and those after.
+    Returns the number of steps, and per span: steps before it, its first tile, start, stride, count, and the diagonals
+    near and far. In a WINDOW the pass with MASKED has two such parts per span: the tiles before those without a mask,
+    and those after.
     """
     steps = 0
     spans = ()
@@ -142,8 +144,9 @@ def read_spans(T, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr
 def locate(spans, step, R: tl.constexpr, WIDE: tl.constexpr):
     """Return the rows that a step visits: (positions in the span, base, ahead, which rows exist, near, far).
 
-    Their tokens are base + ahead. `spans` comes from `read_spans`. The span of the step is picked by selects, without a
-    branch, so that the compiler pipelines the loop over all spans as one loop.
+    Their tokens are base + ahead (see `tokens`, also for WIDE); near and far are the span's diagonals. `spans` comes
+    from `read_spans`. The span of the step is picked by selects, without a branch, so that the compiler pipelines the
+    loop over all spans as one loop.
     """
     _, tile, start, stride, count, near, far = spans[0]
     tile += step
@@ -168,9 +171,11 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold
             EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
             WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Compute out and lse, both contiguous.
+    """Compute out and lse, both contiguous. The legends of this file, online.py and block_lists.py name the arguments.
 
-    HIDDEN (B, M) holds bytes; a nonzero byte hides the key. WQ (B, N, H · G, 2) and WK hold the hash words of dropout.
+    HIDDEN (B, M) holds bytes; a nonzero byte hides the key. WQ (B, N, H · G, 2) and WK hold the int32 words whose hash
+    decides dropout (`online.survives`). INDPTR and INDICES are lists of blocks (block_lists.py). Any of these may be
+    None.
     """
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -220,7 +225,10 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK
                 EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                 BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
                 WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Compute dq, contiguous, with the tiles and the loop of `forward`."""
+    """Compute dq, contiguous, with the tiles, the loop and the arguments of `forward`.
+
+    STATS holds lse · log2(e) and delta of each row (`online.backward_stats`).
+    """
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
     i = tl.arange(0, BM)
@@ -271,8 +279,11 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
                   EDGE: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
-    """Compute dk and dv, contiguous. Tiles hold keys, and spans the queries that see them. The loop runs through the
-    spans once for each query head of the KV head."""
+    """Compute dk and dv, contiguous, with the arguments of `backward_dq`; EVEN: no tile has rows past its end to mask.
+
+    Tiles hold keys, and spans the queries that see them. The loop runs through the spans once for each query head of
+    the KV head.
+    """
     T, b, h, _ = read_tile(TILES, B, 1, SPANS)
     i = tl.arange(0, BN)
     d = tl.arange(0, DP)

@@ -47,6 +47,8 @@ def leading(grid: BlockGrid, tokens: int | None, density: float | None) -> Spans
 def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float | None) -> Spans:
     """Return the intervals of keys for global tokens: all queries see them, and they see all keys.
 
+    If the grid is causal, only leading tokens may be global, and they see the keys up to themselves.
+
     Args:
         tokens: the number of leading global tokens (a NumPy number or a 0-d tensor will do), or their positions.
         density: choose the number of leading tokens whose layout comes nearest to this density. Give either this or
@@ -152,7 +154,8 @@ def _size(
 ) -> int:
     """Return `value`, at most `largest`; or if `density` is given, the size in [1, largest] with the nearest density.
 
-    `name`: what the size is called; `spans`: returns the intervals for a size.
+    Give exactly one of `value` and `density`. `name`: the argument's name in errors; `spans`: returns the intervals for
+    a size.
     """
     if (value is None) == (density is None):
         raise ValueError(f"give either {name} or density, got {name}={value}, density={density}")
@@ -176,7 +179,8 @@ def _size(
 
 
 def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
-    """Draw `wanted[i]` distinct numbers below `visible[i]` for each i, uniformly; return `Lists`, ascending per i."""
+    """Draw `wanted[i]` distinct numbers below `visible[i]` for each row i, uniformly. Return `wanted`, and the numbers
+    row by row, ascending within each row."""
     generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)

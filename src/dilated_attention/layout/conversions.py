@@ -163,7 +163,10 @@ def to_bsr(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> Tensor:
 
 
 def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple[int, int]]:
-    """Return (indptr, indices, seq_len, block size) of a BSR tensor."""
+    """Return (indptr, indices, seq_len, block size) of a BSR tensor.
+
+    `seq_len`: the sequence length; None: the tensor's number of columns, which must then equal its rows.
+    """
     if t.layout != torch.sparse_bsr:
         raise ValueError(f"t must be a torch.sparse_bsr tensor, got {t.layout}; use t.to_sparse_bsr(block_size)")
     if not 2 <= t.ndim <= 4:
@@ -202,7 +205,8 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
 def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...], width: int) -> tuple[Tensor, Tensor]:
     """Turn (row, column) pairs, sorted by row, into int32 (counts, entries): each row's list, padded with zeros.
 
-    Lists are padded to `width`, as BlockMask's methods need, or only to the longest list where that is too much.
+    `shape`: (batch, heads, rows), the shape of counts. Lists are padded to `width`, as BlockMask's methods need, or to
+    the longest list if the table would otherwise have more than `WIDE_LISTS` entries.
     """
     counts = torch.bincount(row, minlength=math.prod(shape))
     if counts.numel() * width > WIDE_LISTS:
@@ -215,7 +219,10 @@ def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...], width: int) 
 def _sees(
     grid: BlockGrid, indptr: Tensor, indices: Tensor, steps: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return a mask_mod that says whether a pair's block is listed (and, if causal, k <= q), by `steps` bisections."""
+    """Return a mask_mod that says whether a pair's block is listed (and, if causal, k <= q), by bisection.
+
+    `steps`: the number of bisections, the bit length of the longest list's length.
+    """
     shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
     listed = indices if indices.numel() else indices.new_full((1,), -1)
 
@@ -262,7 +269,10 @@ def _places(blocks: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor]:
 
 
 def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
-    """Turn the lists of a BlockMask into ascending block numbers, row * columns + column."""
+    """Turn lists of a BlockMask into ascending block numbers, row * columns + column.
+
+    `counts`, `entries`: as `_rectangle` returns them. Row numbers continue from one head to the next.
+    """
     width = entries.shape[-1]
     row, at = (torch.arange(width, device=entries.device) < counts.reshape(-1, 1)).nonzero(as_tuple=True)
     return (row * grid.columns + entries.reshape(-1, width)[row, at].long()).sort().values
@@ -271,7 +281,8 @@ def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
 def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> tuple[bool, bool]:
     """Return whether the mask_mod shows all pairs of `blocks`, and whether it shows exactly those with key <= query.
 
-    `blocks`: numbers row * columns + column, where rows continue from one head to the next.
+    `blocks`: numbers row * columns + column, where rows continue from one of the `heads` to the next, and from one
+    batch element to the next.
     """
     is_whole = is_lower = True
     step_q, step_k = (torch.arange(size, device=blocks.device) for size in (grid.q_block, grid.k_block))

@@ -33,7 +33,10 @@ def check_share(name: str, value: float) -> None:
 
 
 def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, int]:
-    """Return (q_block, k_block), given a pair, or one number for both; a given `q_block` goes with one number."""
+    """Return (q_block, k_block), given a pair, or one number for both.
+
+    With one number, `q_block` replaces it for query blocks; with a pair, `q_block` is ignored.
+    """
     if not isinstance(block_size, Sequence) and getattr(block_size, "ndim", 0) == 0:
         k_block = checks.integer("block_size", block_size, 1, MAX_BLOCK)
         return k_block if q_block is None else q_block, k_block
@@ -79,8 +82,8 @@ class BlockGrid:
         return self.queries()[1].squeeze(1) // self.k_block + 1
 
     def above(self, row: Tensor, column: Tensor) -> Tensor:
-        """Return, as booleans, which blocks (row, column) lie wholly above the diagonal. Row numbers may continue from
-        one head to the next."""
+        """Return, as booleans, which blocks (row, column) lie wholly above the diagonal, whether or not the grid is
+        causal. Row numbers may continue from one head to the next."""
         last_query = ((row % self.rows + 1) * self.q_block).clamp_(max=self.seq_len) - 1
         return column * self.k_block > last_query
 
@@ -123,9 +126,9 @@ def lists_of_keys(grid: BlockGrid, keys: Tensor, lead: tuple[int, int]) -> Lists
 
 
 def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
-    """Return sort keys, integers, in ascending order. On the CPU they are sorted in place.
+    """Return integer sort keys in ascending order. On the CPU they are sorted in place.
 
-    There, `kind` is NumPy's: "stable" takes linear time for a few sorted lists one after another.
+    `kind`: of NumPy's sort, which only the CPU uses. "stable" takes linear time if `keys` joins a few sorted lists.
     """
     if keys.device.type != "cpu" or in_torch_func():  # their tensors have no memory that NumPy could sort
         return keys.sort().values
@@ -134,7 +137,10 @@ def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
 
 
 def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
-    """Return disjoint ascending runs of key blocks, (first block, length), each `(rows, intervals)`; some are empty."""
+    """Turn intervals of tokens into disjoint ascending runs of key blocks: (first block, length).
+
+    Both are `(rows, intervals)`. A run that is not needed has length 0. If the grid is causal, later keys are left out.
+    """
     first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
     if grid.is_causal:
         torch.minimum(last, grid.queries()[1], out=last)

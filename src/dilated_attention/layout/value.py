@@ -393,8 +393,8 @@ class BlockLayout:
 
     @cached_property
     def key(self) -> Hashable:
-        """Return a key for caches. It names the tables, so equal layouts that were made separately have different
-        keys."""
+        """Return a key for caches. It identifies the tables, not their content: equal layouts that were made separately
+        have different keys."""
         return (name_of(self.indptr), name_of(self.indices), self.seq_len, *self.block_size, self.is_causal)
 
     @cached_property
@@ -485,6 +485,7 @@ class BlockLayout:
 
         Each score entry costs head_dim multiplications and head_dim additions, once for q kᵀ and once for P v. The
         count is for one batch element, or for all of them if each has its own lists. num_heads is as in `coverage`.
+        `is_causal`: count the layout made causal, as a causal call computes it.
         """
         num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
@@ -501,9 +502,10 @@ class BlockLayout:
         return self.for_heads(num_heads)
 
     def check(self, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> None:
-        """Raise unless the layout fits tensors of this batch size, length and number of heads.
+        """Raise unless the layout fits tensors of this batch size, length and number of query heads.
 
-        With one list per KV head, all query heads that share a KV head use its list.
+        `num_kv_heads`: also accept one list per KV head, which all query heads that share the KV head use. None: only
+        shared lists or one per query head.
         """
         self._require_unchanged()
         if seq_len != self.seq_len:
@@ -539,7 +541,7 @@ class BlockLayout:
         return self._with(self.indptr.to(device), self.indices.to(device))
 
     def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
-        """Return a layout with the lists of these batch elements and heads alone."""
+        """Return a layout with the lists of these batch elements and heads alone, in the given order; None: all."""
         self._require_unchanged()
         if batch is heads is None:
             return self
@@ -632,8 +634,7 @@ class BlockLayout:
         return hash((self.seq_len, self.block_size, self.is_causal, self.indptr.shape, content))
 
     def __reduce__(self) -> tuple[type[BlockLayout], tuple[Tensor | int, ...]]:
-        """Pickle only the lists, without derived values: `key` names tables of this process, and hashes differ
-        elsewhere."""
+        """Pickle only the lists. Derived values such as `key` and the hash are valid in this process only."""
         return type(self), (self.indptr, self.indices, self.seq_len, self.q_block, self.k_block, self.is_causal)
 
     def __setstate__(self, state: object) -> None:
@@ -657,7 +658,7 @@ class BlockLayout:
     # ---- conversions
 
     def dense_blocks(self) -> Tensor:
-        """Return booleans `(batch or 1, heads or 1, query blocks, key blocks)`, True if active; refused when large."""
+        """Return booleans `(batch or 1, heads or 1, query blocks, key blocks)`, True if active; refused above 2^26."""
         shape = (self.batch_size, self.num_heads, self.query_blocks, self.key_blocks)
         conversions.check_dense(shape)
         dense = torch.zeros(shape, dtype=torch.bool, device=self.device)
@@ -667,7 +668,7 @@ class BlockLayout:
     def dense_mask(self) -> Tensor:
         """Return booleans `(batch or 1, heads or 1, seq, seq)`, True where a query sees a key.
 
-        Meant for tests; refused when large.
+        Meant for tests; refused above 2^26 elements.
         """
         conversions.check_dense((self.batch_size, self.num_heads, self.seq_len, self.seq_len))
         token = torch.arange(self.seq_len, device=self.device)
@@ -737,7 +738,7 @@ class BlockLayout:
         return cls(*tables, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
 
     def _with(self, indptr: Tensor, indices: Tensor, **changes: Any) -> BlockLayout:
-        """Return this layout with new tables that no other code refers to."""
+        """Return this layout with new tables that no other code refers to; `changes` replace other fields."""
         return replace(self, indptr=_named(indptr), indices=_named(indices), **changes)
 
     @classmethod
@@ -745,9 +746,9 @@ class BlockLayout:
         return cls._of(grid, lists_of_spans(grid, spans))
 
     def _keys(self, lead: tuple[int, int]) -> Tensor:
-        """Return row * key_blocks + column of all blocks, ascending, with shared lists repeated.
+        """Return row * key_blocks + column of all blocks, ascending.
 
-        `lead`: the numbers of (batch elements, heads) for which there are lists then.
+        `lead`: the result's (batch elements, heads); shared lists are repeated for them.
         """
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
         self._require_unchanged()
@@ -776,7 +777,7 @@ def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | 
 
 
 def _named(table: Tensor) -> Tensor:
-    """Give a table that no other code refers to a name (`cache.name_of`), so that a layout need not copy it."""
+    """Mark and return a table that no other code refers to: `_own` does not copy a table that `cache.name_of` knows."""
     if not torch.compiler.is_compiling():
         name_of(table)
     return table
@@ -785,8 +786,8 @@ def _named(table: Tensor) -> Tensor:
 def _own(table: Tensor) -> Tensor:
     """Return the table that a layout keeps: contiguous, as kernels read it, and never written to by others.
 
-    A table that `cache.name_of` has not named may belong to the caller, or lie in a buffer that a compiled graph
-    reuses, so it is copied.
+    A table that `_named` has not marked is copied: it may belong to the caller, or lie in a buffer that a compiled
+    graph reuses.
     """
     if torch.compiler.is_compiling():
         return table.contiguous()
@@ -797,8 +798,9 @@ def _own(table: Tensor) -> Tensor:
 
 
 def warn_of_blind(keys: Tensor, remedy: str) -> None:
-    """Warn if some of `keys`, how many keys each token of each head sees, are 0; `remedy` ends the warning.
+    """Warn if some token of some head sees no key; `remedy` ends the warning.
 
+    `keys`: how many keys each token of each head sees, `(..., heads, seq)`.
     The warning points at the line that called the caller of this function.
     """
     blind = int((keys == 0).sum())

@@ -61,7 +61,7 @@ class TileAttention:
 
         Args:
             layer: the layer whose attention is drawn; None: attention rolled up over all layers.
-            head: the head of the layer that is drawn; None: the mean over heads.
+            head: the head of the layer that is drawn, an error without `layer`; None: the mean over heads.
         """
         if layer is None and head is not None:
             raise ValueError(f"head={head} needs a layer: what is rolled up is of all heads")
@@ -153,7 +153,7 @@ def tile_attention(
 class _Layer:
     """Compute the attention of one layer and store its queries and keys in `file`, its lse in the tensor `lse`.
 
-    lse is `(heads, tokens)`.
+    A block calls it as its `memory`, with q, k and v of one slide, batch 1; it returns out. lse is `(heads, tokens)`.
     """
 
     def __init__(self, pattern: Dilated, backend: str, file: IO[bytes], lse: Tensor) -> None:
@@ -169,7 +169,10 @@ class _Layer:
         return out
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return q and k, `(tokens, heads, head_dim + _MORE)`, such that exp(q kᵀ) is the attention probability."""
+        """Return q and k, `(tokens, heads, head_dim + _MORE)`, such that exp(q kᵀ) is the attention probability.
+
+        The `_MORE` added channels hold -lse in q and 1 in k, followed by zeros.
+        """
         self.file.seek(self.start)
         found = []
         for tokens, heads, head_dim in self.shapes:
@@ -185,7 +188,11 @@ class _Layer:
 
 
 def _encode(encoder: GigaPathSlideEncoder, x: Tensor, file: IO[bytes], lse: Tensor) -> list[_Layer]:
-    """Run the encoder's layers over one slide, the last only up to its attention; return a `_Layer` for each."""
+    """Run the encoder's layers over one slide, the last only up to its attention; return a `_Layer` for each.
+
+    x: the slide's cls token and tiles, `(1, tokens, embed_dim)`. file, lse: filled by the layers; lse is `(layers,
+    heads, tokens)`.
+    """
     pattern = encoder.config.encoder.attention_pattern or Dilated((x.shape[1],), (1,))
     assert isinstance(pattern, Dilated)
     layers: list[_Layer] = []

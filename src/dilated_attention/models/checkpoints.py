@@ -61,7 +61,7 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
 
     Raises:
         ValueError: the file is missing, damaged or truncated, holds anything other than floating-point tensors and
-            scalars, or has no name with the prefix. A tensor must be stored whole, not as fewer values expanded.
+            scalars, or has no name with the prefix; or a tensor is sparse, or an expanded view of fewer stored values.
 
     Examples:
         >>> from dilated_attention.models import read_checkpoint
@@ -163,8 +163,10 @@ def _some(names: Sequence[str], most: int = 8) -> str:
 
 
 class _Taken:
-    """Hold a checkpoint's `tensors`, the `weights` taken from them, by the model's names, and the names of `missing`
-    and `misshapen` ones."""
+    """Take a model's `weights` from a checkpoint's `tensors`; note the names of `missing` and `misshapen` ones.
+
+    `weights` has the model's names, the others have the checkpoint's. source, prefix: as in `read_checkpoint`.
+    """
 
     def __init__(self, source: Source, prefix: str) -> None:
         self.tensors = read_weights(source, prefix)
@@ -202,7 +204,8 @@ class _Taken:
     def fill(self, model: Model, what: str, surplus: str) -> Model:
         """Return the model, called `what` in errors, with these weights and in evaluation mode.
 
-        Raises a ValueError that lists missing, misshapen and surplus weights. `surplus="warn"` warns of surplus ones.
+        Raises a ValueError that lists missing and misshapen weights, and surplus ones, which the model does not use.
+        With `surplus="warn"`, a checkpoint whose only fault is surplus weights gives a warning instead.
         """
         more = sorted(self.tensors.keys() - self.names)
         if more and surplus == "warn" and not self.missing and not self.misshapen:
@@ -242,10 +245,10 @@ def load_torchscale(
         segment_lengths, dilation_rates: torchscale's `segment_length` and `dilated_ratio`, which the weights do not
             contain.
         num_heads: the number of attention heads; with xPos it is read from the weights.
-        architecture: the model to make; None: recognise it from the names. Names under `encoder.` and `decoder.`
-            mean an encoder-decoder, embed_tokens with output_projection a decoder, other layers an encoder. For an
-            encoder with embed_tokens and output_projection, give `"encoder"` and surplus=`"warn"`: the encoder has no
-            place for the projection.
+        architecture: the model to make, `"attention"`, `"encoder"`, `"decoder"` or `"encoder-decoder"`; None: recognise
+            it from the names. Names under `encoder.` and `decoder.` mean an encoder-decoder, embed_tokens with
+            output_projection a decoder, other layers an encoder. For an encoder with embed_tokens and
+            output_projection, give `"encoder"` and surplus=`"warn"`: the encoder has no place for the projection.
         compat: `"torchscale"`: compute what torchscale computes with these weights, attended padding included. None:
             compute exact attention, with the offsets that the weights were trained with.
         norm_eps: epsilon of the model's LayerNorms.
@@ -412,7 +415,10 @@ def _recognised(tensors: Mapping[str, Tensor]) -> Architecture:
 
 
 def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
-    """Return the configuration that one attention's weights, named `prefix` + ..., imply; `options`: other fields."""
+    """Return the configuration that one attention's weights, named `prefix` + ..., imply.
+
+    num_heads: may be None with xPos, whose weights tell it. options: `LongNetConfig` fields that weights do not tell.
+    """
     weight, scale = taken.tensors.get(f"{prefix}q_proj.weight"), taken.tensors.get(f"{prefix}xpos.scale")
     if weight is None or weight.dim() != 2:
         raise ValueError(
@@ -440,7 +446,10 @@ def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options
 
 
 def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
-    """Return the configuration that a stack's weights, named `prefix` + ..., imply; `options`: other fields."""
+    """Return the configuration that a stack's weights, named `prefix` + ..., imply.
+
+    num_heads: may be None with xPos, whose weights tell it. options: `LongNetConfig` fields that weights do not tell.
+    """
     config = _attention_config(taken, f"{prefix}layers.0.self_attn.", num_heads, options)
     layers = {int(m[1]) for name in taken.tensors if (m := re.match(re.escape(prefix) + r"layers\.(\d+)\.", name))}
     hidden = taken.tensors.get(f"{prefix}layers.0.ffn.fc1.weight", torch.empty(4 * config.embed_dim, 0))
@@ -486,12 +495,13 @@ def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> 
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate weights along the rows. If one of them is missing, the result has no storage."""
+    """Concatenate weights along the rows. If one is on the meta device, which marks it as missing, so is the result."""
     return torch.cat([x.to("meta") for x in parts] if any(x.is_meta for x in parts) else list(parts))
 
 
 def _halves(x: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows: rows 2i of each head first, then rows 2i + 1."""
+    """Reorder rows: rows 2i of each head first, then rows 2i + 1. torchscale rotates channels (2i, 2i + 1) together,
+    `nn.rotate` channels (i, i + head_dim / 2)."""
     return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -500,7 +510,8 @@ def _stack(
 ) -> None:
     """Take torchscale's weights named `theirs` + ... as those of a `LongNetStack` named `ours` + ...
 
-    cross: with cross-attention. output: with an output projection, if the configuration has a vocabulary.
+    cross: with cross-attention. output: with a vocabulary, take the output projection too, or only accept its name if
+    it is tied to the embedding.
     """
     dim, width = config.embed_dim, config.mlp_width
     for i in range(config.num_layers):

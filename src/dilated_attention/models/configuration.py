@@ -18,7 +18,10 @@ Some = TypeVar("Some", bound="Configuration")
 class Configuration:
     """Write the fields of a frozen dataclass as JSON, and read them.
 
-    The fields named in `nested` are objects in the JSON text, or null.
+    A subclass is the dataclass, and may set three class variables. The fields in `nested` are objects in the JSON text,
+    or null; each is mapped to the object's dataclass, or to a function (fields, where) that makes it. Fields in `newer`
+    may be missing, as in files of earlier versions, and then have their defaults. `presets` holds the fields of
+    published configurations by name.
     """
 
     nested: ClassVar[Mapping[str, Any]] = {}
@@ -70,7 +73,7 @@ def _made(kind: Any, fields: Any, where: str) -> Any:
 
 
 def _pattern(fields: Any, where: str) -> Any:
-    """Return a `Dilated`, a `Window`, or a sum of these, from its fields."""
+    """Return a `Dilated`, a `Window`, or a sum of these, from its fields in JSON; `where` begins error messages."""
     if isinstance(fields, dict) and "terms" in fields:
         if set(fields) != {"terms"} or not isinstance(fields["terms"], list) or not 2 <= len(fields["terms"]) <= MOST:
             raise ValueError(f"{where}: a sum has the field terms alone, a list of 2 to {MOST:,} patterns")
@@ -83,7 +86,7 @@ def _kind(fields: Any) -> type:
 
 
 def _selection(fields: Any, where: str) -> Any:
-    """Return a `NativeSparse` or a `BlockMixture` from its fields."""
+    """Return a `NativeSparse` or a `BlockMixture` from its fields in JSON; `where` begins error messages."""
     return _made(BlockMixture if isinstance(fields, dict) and "top_k" in fields else NativeSparse, fields, where)
 
 
@@ -132,7 +135,11 @@ MOST, MOST_TOKENS = 1024, 1 << 48
 
 
 class _Selection:
-    """Base class of the options of an attention module that selects its keys. Making the module checks them."""
+    """Base class of the options of an attention module that selects its keys.
+
+    A subclass is a dataclass of the module's integer arguments, and sets `kind`, the module's class. New options are
+    checked by making the module on the meta device.
+    """
 
     kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]]
 

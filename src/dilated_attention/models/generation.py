@@ -45,13 +45,16 @@ class _Buffer(Protocol):
 
     @property
     def heads(self) -> HeadRuns:
-        """Return all heads that the buffer holds."""
+        """Return all KV heads that the buffer holds, as slices."""
 
     def rows(self, max_len: int | None) -> int:
-        """Return the number of rows of the buffer, for texts of at most `max_len` tokens."""
+        """Return the number of rows of the buffer, for texts of at most `max_len` tokens; None: of any length."""
 
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
-        """Return the heads in which the token at a position takes part, its row (None: not kept), the rows it sees."""
+        """Return (heads, row, rows) of the token at a position.
+
+        It takes part in these KV heads, is kept in `row` (None: not kept), and sees `rows`, which include its own.
+        """
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
         """Yield what the buffer holds after the first `length` tokens, as (heads, tokens, row): these heads hold these
@@ -171,7 +174,8 @@ def _buffers(config: LongNetConfig, max_len: int | None) -> list[_Buffer]:
 class _Layer:
     """Hold the cached rows of one layer: keys and values `(batch, heads, rows, head_dim)` of every buffer.
 
-    `buffers` lists (buffer, first, keys, values): index 0 along heads is KV head `first`, the first one needed.
+    `buffers` lists (buffer, first, keys, values): index 0 along heads is KV head `first`, the lowest in the buffer.
+    make: called with a shape, returns a tensor of zeros.
     """
 
     def __init__(self, cache: KeyValueCache, make: Callable[..., Tensor]) -> None:
@@ -297,10 +301,10 @@ class KeyValueCache:
             start += count
 
     def begin(self, lengths: Sequence[int], *, packed: bool = False, shard: tuple[int, int] | None = None) -> None:
-        """Prepare for the first call of the layers, with the prompts of all samples, of these lengths.
+        """Prepare for the first call of the layers, which passes the prompts of all samples.
 
-        The tokens come as (batch, seq); or `packed`, one sample after another; or as a `shard`, the tokens [start,
-        stop) of every sample.
+        lengths: the number of tokens of each prompt. The layers get them as (batch, seq), all of one length; or
+        `packed`, one after another; or as this rank's `shard`, the tokens [start, stop) of each.
         """
         self._check(max(lengths))
         if packed:

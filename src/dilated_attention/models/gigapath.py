@@ -58,8 +58,8 @@ class GigaPathConfig(Configuration):
 
     Attributes:
         in_chans: channels of a tile's embedding.
-        slide_ngrids: a slide has at most slide_ngrids x slide_ngrids places.
-        tile_size: pixels from one place to the next.
+        slide_ngrids: tiles lie on a grid of slide_ngrids x slide_ngrids cells.
+        tile_size: the side of a grid cell in pixels.
         global_pool: take the slide's embedding from the mean of its tiles; False: from the cls token.
         norm_eps: epsilon of the last LayerNorm.
         encoder: configuration of the LongNet encoder, which takes vectors and has no positions.
@@ -101,12 +101,12 @@ class GigaPathConfig(Configuration):
 
 
 class GigaPathSlideEncoder(Pretrained):
-    """Encode a slide as one embedding: run LongNet over [cls, W x + b + sines of the place], then apply a LayerNorm.
+    """Encode a slide as one embedding: run LongNet over [cls, W x + b + grid sines], then apply a LayerNorm.
 
     The embedding is made from the cls token, or with global_pool from the mean over tiles.
 
-    forward: x `(batch, tiles, in_chans)`, coords `(batch, tiles, 2)` in pixels -> `(batch, embed_dim)`. Tile i lies at
-        place floor(coords / tile_size), and its positions are the sines of both numbers (`nn.grid_sines`).
+    forward: x `(batch, tiles, in_chans)`, coords `(batch, tiles, 2)` in pixels -> `(batch, embed_dim)`. Tile i lies in
+        grid cell floor(coords / tile_size); the grid sines encode both numbers (`nn.grid_sines`).
 
     `load_gigapath` loads the published weights.
 
@@ -179,7 +179,7 @@ class GigaPathSlideEncoder(Pretrained):
     ) -> list[Float[Tensor, "batch tiles_and_one embed_dim"]]:
         """Return the encoder's states of the cls token and the tiles, with zeros at padding.
 
-        The result is a list that holds the last states only, or with all_layers what `LongNetEncoder` returns.
+        The list holds the last states only, or with all_layers the layers + 2 states that `LongNetEncoder` returns.
         """
         states, counts = self._states(x, coords, lengths, all_layers)
         kept = within([count + 1 for count in counts], x.shape[1] + 1, x.device)
@@ -193,9 +193,9 @@ class GigaPathSlideEncoder(Pretrained):
         all_layers: bool,
         first_only: bool = False,
     ) -> tuple[list[Tensor], list[int]]:
-        """Return packed states, `(1, tokens, embed_dim)`, and each slide's number of tiles.
+        """Return the states that `tokens` lists, packed as `(1, tokens, embed_dim)`, and each slide's number of tiles.
 
-        first_only: return the states of the cls tokens only.
+        first_only: return the states of the cls tokens only, `(1, slides, embed_dim)`.
         """
         require_one_device(self, self.encoder.mesh)
         rows, counts = self.embed(x, coords, lengths)
@@ -237,7 +237,10 @@ class GigaPathSlideEncoder(Pretrained):
         return rows[None], counts
 
     def _places(self, points: Tensor, counts: list[int]) -> Tensor:
-        """Return the place on the grid of each tile of all slides, int64 `(tiles, 2)`."""
+        """Return the grid cell of each tile of all slides, int64 `(tiles, 2)`; ValueError if one is outside the grid.
+
+        points: the tiles' coordinates in pixels, `(tiles, 2)`. counts: the number of tiles of each slide.
+        """
         config = self.config
         exact = points if points.is_floating_point() else points.long()
         places = torch.div(exact, config.tile_size, rounding_mode="floor")

@@ -62,7 +62,7 @@ class LongNetAttention(Pretrained):
         )
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Count positions over `mesh`, or on one device if None.
+        """Count rotary positions across the shards of `mesh`; None: inputs are whole sequences.
 
         Call `parallel.set_context_parallel` instead, which also reaches the attention.
         """
@@ -112,14 +112,15 @@ class LongNetEncoder(LongNetStack):
         """Return the states of all tokens.
 
         Args:
+            inputs: token ids or vectors, see the class.
             lengths: number of tokens of each sample, which gets the states that it would have alone. The rest is
                 padding: it costs nothing, affects nothing, and gets states 0.
             cu_seqlens: the edges of samples that are packed one after another, batch 1, from 0 to seq. Each sample gets
                 the states that it would have alone.
             positions: `(seq,)` or `(batch, seq)`, the rotary position of each token; None = 0, 1, 2, ...
             seq_len: over a mesh, the length of the whole sequence; None: equal shards.
-            all_layers: return a list: the embeddings, the states after each block, and the normed states after the
-                last.
+            all_layers: return a list of layers + 2 states: the embeddings, the states after each block, and the last of
+                these after the final norm.
             first_only: return the state of each sample's first token alone, `(batch, 1, embed_dim)`, or `(1, samples,
                 embed_dim)` for packed samples; the last block computes nothing else. Not allowed with all_layers or
                 lengths.
@@ -245,7 +246,7 @@ class LongNetLM(LongNetStack):
 
         With lengths, only tokens within them count. Over a mesh every rank passes the same whole tokens and gets the
         same mean. The gradient of each rank's shard is scaled so that the mean of the ranks' gradients over the mesh
-        equals the gradient on one device (`cp_mean`).
+        equals the gradient on one device (see `parallel.cp_mean`).
 
         Raises:
             ValueError: no sample has two tokens.

@@ -21,9 +21,9 @@ PACK = 8192
 
 
 def packs(counts: Sequence[int]) -> list[tuple[list[int], slice]]:
-    """Group neighbouring samples into runs of at most `PACK` tokens, or of one longer sample.
+    """Group neighbouring samples into runs of at most `PACK` tokens; a longer sample is a run by itself.
 
-    Returns for each run the number of tokens of each of its samples, and the slice of its tokens.
+    counts: the number of tokens of each sample. Returns for each run its samples' counts, and the slice of its tokens.
     """
     packs: list[tuple[list[int], slice]] = []
     start = stop = 0
@@ -38,12 +38,12 @@ def packs(counts: Sequence[int]) -> list[tuple[list[int], slice]]:
 
 
 def within(counts: Sequence[int], seq: int, device: torch.device) -> Bool[Tensor, "batch seq"]:
-    """Return a mask: True at the tokens of each sample, False at its padding."""
+    """Return a mask: True at the first `counts[i]` positions of sample i, False at its padding."""
     return torch.arange(seq, device=device) < torch.tensor(counts, device=device)[:, None]
 
 
 def cumulative(counts: Sequence[int], device: torch.device) -> Int[Tensor, " samples_and_one"]:
-    """Return where each packed sample starts, and the end of the last."""
+    """Return where each packed sample, of `counts[i]` tokens, starts, and where the last one ends."""
     return torch.tensor([0, *counts], device=device).cumsum(0)
 
 
@@ -103,7 +103,7 @@ def require_tokens(inputs: Tensor) -> None:
 
 
 def warn_of_layout(x: Tensor) -> None:
-    """Warn if a batch-first model gets what looks like (seq, batch, ...)."""
+    """Warn if x `(batch, seq, ...)` has seq 1 and a batch of at least `MANY`: it probably is (seq, batch, ...)."""
     if x.shape[1] == 1 and x.shape[0] >= MANY:
         warnings.warn(
             f"input of shape {tuple(x.shape)} is read as (batch, seq, ...): {x.shape[0]} samples of one token each; "

@@ -21,8 +21,8 @@ FILES = ("model.safetensors", "config.json")
 class Pretrained(nn.Module):
     """Save and load a module that is made from a single configuration.
 
-    Base class of all models here. A subclass draws its initial weights when it is made, as `subclass(config,
-    backend=...)`.
+    Base class of all models here. A subclass sets `configuration`, the class of its configuration. Its constructor,
+    `subclass(config, backend=...)`, keeps the configuration as `config` and draws the initial weights.
 
     Examples:
         >>> import tempfile

@@ -39,7 +39,10 @@ class SelectedAttention(nn.Module):
         memory: None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """Return the attention's output, shaped like x. Arguments as in `SelfAttention`; memory is not used."""
+        """Return the attention's output, shaped like x. Arguments as in `SelfAttention`; memory is not used.
+
+        Raises UnsupportedError with first_only, or unless is_causal.
+        """
         if not is_causal or first_only:
             raise UnsupportedError(
                 "an encoder with config.selection is not supported: attention that selects is causal"

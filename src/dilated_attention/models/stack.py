@@ -32,7 +32,10 @@ from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, 
 
 
 def require_one_device(model: nn.Module, mesh: Any) -> None:
-    """Raise UnsupportedError if a mesh is given. `model` embeds and pools whole samples around `model.encoder`."""
+    """Raise UnsupportedError if a mesh is given, because `model` embeds and pools whole samples.
+
+    The message advises sharding `model.encoder` alone.
+    """
     if mesh is not None:
         raise UnsupportedError(
             f"{type(model).__name__} with a mesh is not supported: it embeds and pools whole images or slides. "
@@ -59,9 +62,14 @@ class _Asked:
 
 
 class LongNetStack(Pretrained):
-    """Base class of all LongNets: an embedding, pre-norm blocks, a final norm.
+    """Base class of `LongNetEncoder` and `LongNetLM`: an embedding, pre-norm blocks, a final norm.
 
-    Follows LongNet (Ding et al. 2023, arXiv:2307.02486), and with `config.sub_ln` MAGNETO (arXiv:2210.06423).
+    It follows LongNet (Ding et al. 2023, arXiv:2307.02486), and with `config.sub_ln` MAGNETO (arXiv:2210.06423).
+    A subclass adds `forward`, which calls `embed` and `hidden`.
+
+    Args:
+        cross_attention: add cross-attention to every block.
+        gain: the gain of MAGNETO's initialisation, see `reset_parameters`; None: sqrt(log(2 num_layers)).
 
     Attributes:
         gradient_checkpointing: in training, keep only the input of each block and recompute the rest in the backward.
@@ -147,7 +155,8 @@ class LongNetStack(Pretrained):
         self.mesh = held_mesh(mesh)
 
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
-        """Return the embeddings of tokens; without an embedding, the vectors as they are."""
+        """Return the embeddings of token ids `(batch, seq)`. With `vocab_size=None`, inputs are vectors `(batch, seq,
+        embed_dim)`, returned as they are."""
         config = self.config
         if self.embedding is None:
             if inputs.dim() != 3 or inputs.shape[2] != config.embed_dim or not inputs.is_floating_point():
@@ -173,11 +182,11 @@ class LongNetStack(Pretrained):
         first_only: bool = False,
         **sources: Any,
     ) -> list[Float[Tensor, "batch seq embed_dim"]]:
-        """Return the normed last states as [last], or with `all_layers` as [x, states after each block, last].
+        """Return [last], the states after the last block and the final norm.
 
-        x is the embedding. With lengths, samples are packed one after another for all layers, so that padding costs
-        nothing and no sample sees another; states are 0 at padding. With cu_seqlens the samples are packed already, and
-        the result is packed too.
+        With `all_layers` return layers + 2 states: x, the states after each block, and last. x is the embedding. With
+        lengths, samples are packed one after another for all layers, so that padding costs nothing and no sample sees
+        another; states are 0 at padding. With cu_seqlens the samples are packed already, and the result is packed too.
 
         Args:
             positions, seq_len: as in `LongNetEncoder.forward`.
@@ -226,6 +235,7 @@ class LongNetStack(Pretrained):
         """Return the states that `hidden` returns, packed if x is, and fill the cache. Packed samples may run in parts.
 
         counts, cu_seqlens: for packed samples, the tokens of each sample and where they start; None: x is not packed.
+        places: from `places_of` or `_packed_places`; None: the model has no positions.
         """
         cache, seq_len = asked.cache, asked.seq_len
         apart = counts is not None and cache is None and asked.source is None and self.mesh is None
@@ -252,7 +262,10 @@ class LongNetStack(Pretrained):
         return states
 
     def _blocks(self, x: Tensor, tables: Tables | None, cu_seqlens: Tensor | None, asked: _Asked) -> list[Tensor]:
-        """Run the blocks and the norm, and return the states that `hidden` returns."""
+        """Run the blocks and the norm, and return the states that `hidden` returns.
+
+        tables: the rotary tables of the tokens in x; None: no positions. cu_seqlens: None: x is not packed.
+        """
         dropped = None
         if self.mesh is not None and self.training and self.config.dropout:
             dropped = ShardDropout(agreed_seed(self.mesh, x.device), sequence_range(asked.seq_len or 0, self.mesh)[0])
@@ -277,9 +290,9 @@ class LongNetStack(Pretrained):
     def _packed_places(
         self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
     ) -> Places | None:
-        """Return each token's position in its packed sample and the middle of that sample, `(tokens,)` each.
+        """Return each token's position in its packed sample, and the origin of xPos, both `(tokens,)`.
 
-        Returns None in a model without positions.
+        The origin is the middle of the token's sample. Returns None in a model without positions.
 
         Args:
             x: the tokens, over a mesh those of this shard.
@@ -310,7 +323,9 @@ def places_of(
 ) -> Places | None:
     """Return positions `(batch or 1, seq)` and origins `(batch or 1, 1)`; None in a model without positions.
 
-    counts: tokens of each sample; None: all of x. seq_len: over a mesh, the length of the whole sequence.
+    An origin is the position from which xPos counts, the middle of the sample. positions: `(seq,)` or `(batch, seq)`;
+    None: 0, 1, 2, ... counts: tokens of each sample; None: all of x. seq_len: over a mesh, the length of the whole
+    sequence.
     """
     rotary, (batch, seq, _) = config.rotary, x.shape
     if rotary is None:

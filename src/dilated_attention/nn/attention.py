@@ -30,7 +30,8 @@ class DilatedAttention(nn.Module):
     """Run `attention` as a module that holds its pattern and options. It has no parameters.
 
     forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q;
-    (out, lse) with return_lse. Attention dropout acts in training only. A block layout follows q to its device.
+    (out, lse) with return_lse. It also takes is_causal, lengths, cu_seqlens, key_padding_mask and seq_len, as
+    `attention` does. Attention dropout acts in training only. A block layout follows q to its device.
 
     Args:
         mesh, transport: as in `attention`: seq is sharded over the mesh. If shards are uneven, forward needs the global

@@ -31,6 +31,7 @@ class BlockAttentionMixture(SelectingAttention):
     Memory is O(seq), because the scores from which queries choose are computed in pieces of bounded size.
 
     Args:
+        num_kv_heads: the number of KV heads; None: num_heads.
         block_size: the number of tokens per block.
         top_k: the number of blocks that a query sees, including its own.
         query_block: this many neighbouring queries share the blocks that the first of them chooses, so that the choice

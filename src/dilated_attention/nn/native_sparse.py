@@ -30,9 +30,11 @@ from dilated_attention.patterns import Dilated, layout_for
 class BlockPooling(nn.Module):
     """Pool each block of rows into one row, y_i = W_2 gelu(W_1 [x_{id}; …; x_{id + l - 1}] + b_1) + b_2, for each head.
 
-    Here l is the length of a block and d the stride from one block to the next; only whole blocks give a row. W_1 has
-    separate columns for every position in the block. The vectors that the paper adds to the positions are left out: b_1
-    includes their effect.
+    Here l is the length of a block and d the stride from one block to the next; only whole blocks give a row. All heads
+    share the weights. W_1 has separate columns for every position in the block. The vectors that the paper adds to the
+    positions are left out: b_1 includes their effect.
+
+    forward: x `(batch, seq, kv_heads, head_dim)` -> `(batch, blocks, kv_heads, head_dim)`. factory: device and dtype.
     """
 
     def __init__(self, head_dim: int, length: int, stride: int, **factory: Any) -> None:
@@ -51,7 +53,10 @@ class BlockPooling(nn.Module):
         return self.row(F.gelu(self.hidden(self._blocks(x))))
 
     def sums(self, x: Tensor) -> Tensor:
-        """Return W_1 [x_{id}; …; x_{id + l - 1}] for each block. Over a mesh, x is 0 at the tokens of other ranks."""
+        """Return W_1 [x_{id}; …; x_{id + l - 1}] for each block. Over a mesh, x is 0 at the tokens of other ranks.
+
+        Shapes are as in forward.
+        """
         return F.linear(self._blocks(x), self.hidden.weight)
 
     def of_sums(self, sums: Tensor) -> Tensor:
@@ -88,6 +93,7 @@ class NativeSparseAttention(SelectingAttention):
     Memory is O(seq), because scores are computed for the selecting queries only, in pieces of bounded size.
 
     Args:
+        num_kv_heads: the number of KV heads; None: num_heads.
         num_selected: the number of blocks that a query selects, including those that are always selected.
         query_block: this many neighbouring queries share the blocks that the first of them selects, so that the choice
             depends on no token that one of them must not see. It must divide `block_size`. With 1, as in the paper,
@@ -274,7 +280,7 @@ class NativeSparseAttention(SelectingAttention):
         return key, self.value_pooling.of_sums(value_sums)
 
     def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
-        """Return the attention of q over the compressed keys; `start` is the position of the first query.
+        """Return the attention of q over the compressed `key` and `value`; `start` is the position of the first query.
 
         Every `stride` neighbouring queries see the same keys, so they are computed as heads of one row. Each row sees
         one key more than the row before it. Queries that see no compressed key get 0.
@@ -298,8 +304,8 @@ class NativeSparseAttention(SelectingAttention):
     def _chosen(self, q: Tensor, key: Tensor, edges: list[int], start: int) -> Tensor:
         """Return the blocks that each choosing query selects, `(batch, kv_heads, choosing queries, blocks)`, -1: none.
 
-        Every `query_block`-th token chooses. Over a mesh, rank i holds tokens [edges[i], edges[i + 1]), this rank from
-        `start`; each rank computes its own queries' blocks, and all ranks get all of them.
+        `key`: the compressed keys. Every `query_block`-th token chooses. Over a mesh, rank i holds tokens [edges[i],
+        edges[i + 1]), this rank from `start`. Each rank computes its own queries' blocks, and all ranks get them all.
         """
         first = -start % self.query_block
         position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)

@@ -57,7 +57,10 @@ def largest_blocks(
 
 
 def pieces(queries: int, scores: int) -> Iterator[slice]:
-    """Yield slices that cover `queries` queries; each slice has at most `CHUNK` scores, `scores` per query."""
+    """Yield slices that cover `queries` queries. A slice has at most `CHUNK` scores, unless one query has more.
+
+    `scores`: the number of scores per query.
+    """
     step = max(1, CHUNK // max(1, scores))
     for start in range(0, queries, step):
         yield slice(start, min(start + step, queries))
@@ -102,7 +105,8 @@ class Rows:
 class _State(NamedTuple):
     """Hold what a `SelectionCache` contained when it had `length` tokens.
 
-    `rows` shares the cache's buffers. The cache writes later rows behind these, or to a new buffer: these stay.
+    `rows` shares the cache's buffers. Later rows do not overwrite these: the cache writes them behind, or to a new
+    buffer.
     """
 
     length: int
@@ -224,12 +228,17 @@ def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
 
 
 class SelectingAttention(nn.Module):
-    """Base class of causal self-attention over selected keys. A subclass has `_whole`, `_next`, `_importance`, and:
+    """Base class of causal self-attention over selected keys.
+
+    A subclass defines `_whole`, `_next` and `_importance`, and sets the attributes below except query_block. A branch
+    is one attention of q, with keys and values of its own.
 
     Attributes:
+        query_block: this many neighbouring queries share the blocks that the first of them chooses.
         shown: the arguments that its repr shows.
-        input: the projections to queries, and to keys and values of each branch in turn. A branch is one attention.
-        unrotated: the number of branches, counted from the first, whose keys `_project` does not rotate.
+        input: one projection of x to the queries, then to the keys and values of each branch in turn.
+        output: the projection of the heads' results to the output.
+        unrotated: the number of branches, counted from the first, whose keys `_project` does not rotate; default 0.
         choice: the options `number`, `local` and `first` of `largest_blocks`.
     """
 
@@ -277,7 +286,10 @@ class SelectingAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
     def _edges(self, x: Tensor) -> list[int]:
-        """Return where each rank's shard begins, and the sequence's end. Raises ValueError if the shards do not fit."""
+        """Return where each rank's shard of x begins, and the sequence's end.
+
+        Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
+        """
         assert self.mesh is not None
         group = context_group(self.mesh)
         return list(balanced_bounds(agreed_length(x, group, 1, self.seq_len), dist.get_world_size(group)))
@@ -361,12 +373,13 @@ class SelectingAttention(nn.Module):
     def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
         """Return how important key blocks 0 … `blocks` - 1 are to these queries, `(batch, lists, queries, blocks)`.
 
-        position: the token of each query. key: the pooled keys, `(batch, rows, kv_heads, head_dim)`.
+        The subclass has one list per head or per KV head. position: the token of each query. key: the pooled keys,
+        `(batch, rows, kv_heads, head_dim)`, one row for each run of tokens that the subclass pools, such as a block.
         """
         raise NotImplementedError
 
     def _layout(self, chosen: Tensor, seq_len: int) -> BlockLayout:
-        """Return the causal layout in which each run of `query_block` queries sees its blocks, as `_choose` returns."""
+        """Return the causal layout in which each run of `query_block` queries sees its `chosen` blocks (`_choose`)."""
         size = self.query_block, self.block_size
         return BlockLayout.from_topk(chosen, size, seq_len=seq_len, is_causal=True)
 

@@ -36,7 +36,8 @@ class Memory(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Return the attention of these tokens over all tokens so far, shaped like q.
 
-        `attend` computes the attention of these tokens over themselves, without earlier ones.
+        q, k, v: from `SelfAttention.project`. `attend(q, k, v)` computes the attention of these tokens over themselves,
+        without earlier ones.
         """
 
 
@@ -124,7 +125,7 @@ class SelfAttention(nn.Module):
         return self.output(self.norm(attend(*self.project(x, rotary)).flatten(-2)))  # q, k and v end with the call
 
     def project(self, x: Tensor, rotary: Tables | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return R W_q x, R W_k x and W_v x: `(batch, seq, heads, head_dim)`, k and v with their own heads."""
+        """Return R W_q x, R W_k x and W_v x: `(batch, seq, heads, head_dim)`, k and v with the KV heads."""
         q, k, v = self.input(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, -2)
         return (q, k, v) if rotary is None else (rotate(q, rotary[:2]), rotate(k, rotary[-2:]), v)
 
@@ -170,7 +171,8 @@ class SelfAttention(nn.Module):
 
 
 def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) -> Tensor:
-    """Return the first token of each sample, for x of shape (batch, seq, ...) or packed samples (1, tokens, ...)."""
+    """Return the first token of each sample: `(batch, 1, ...)` for x `(batch, seq, ...)`, or `(1, samples, ...)` for
+    packed samples `(1, tokens, ...)`."""
     return x[:, :1] if cu_seqlens is None else x[:, cu_seqlens[:-1]]
 
 

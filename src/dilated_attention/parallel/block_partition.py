@@ -38,7 +38,10 @@ Interval = tuple[int, int]
 
 
 def _rows_of(crossing: Crossing, tokens: range) -> Interval:
-    """Return the rows [start, stop) of a crossing segment at which `tokens`, a run of its tokens, lie."""
+    """Return the rows [start, stop) that `tokens`, consecutive keys of a crossing segment, have in it.
+
+    Row i is the segment's i-th key.
+    """
     first = (tokens.start - crossing.keys.start) // tokens.step
     return first, first + len(tokens)
 
@@ -60,8 +63,10 @@ def _query_blocks(layout: BlockLayout, rows: Interval) -> Integers:
 
 
 def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) -> tuple[Integers, Integers]:
-    """Return, for each entry in the lists of `heads` (of the layout) and `query_blocks`, its list's number and its key
-    block. Lists are numbered by batch element, head and query block."""
+    """Return (list numbers, key blocks), one of each for every entry in the lists of these heads and query blocks.
+
+    `heads`: heads of the layout. The selected lists are numbered from 0, by batch element, head and query block.
+    """
     tables = layout.to("cpu")
     indptr, indices = tables.indptr.numpy()[:, list(heads)], tables.indices.numpy()
     starts, stops = indptr[:, :, query_blocks].ravel(), indptr[:, :, query_blocks + 1].ravel()
@@ -71,7 +76,7 @@ def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) ->
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Yield groups of KV heads that share lists, each with the layout's heads that hold these lists."""
+    """Yield (KV heads, layout's heads): KV heads with the same lists, and the heads of `layout` that hold them."""
     if layout.num_heads == 1:
         yield crossing.heads, [0]
         return
@@ -83,7 +88,10 @@ def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Itera
 def _needed(
     sharding: Sharding, crossing: Crossing, queries: Interval, within: Sequence[Interval]
 ) -> Iterator[tuple[tuple[int, ...], Integers]]:
-    """Yield (KV heads, rows): the rows inside `within`, ascending, that the lists of these queries name."""
+    """Yield (KV heads, rows): the rows inside `within`, ascending, that the lists of the query rows `queries` name.
+
+    Rows are those of the crossing segment.
+    """
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
         _, blocks = _lists(layout, lists, _query_blocks(layout, queries))
@@ -101,7 +109,7 @@ def distinct(keys: list[Integers]) -> Integers:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys that a rank receives."""
+    """Return the sorted row keys (token * kv_heads + head) of the rows that a rank receives."""
     found = []
     for crossing in crossings(sharding, rank):
         start, stop = own = _rows_of(crossing, crossing.own)
@@ -111,7 +119,7 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the row keys that a rank sends, and how many of them go to each peer.
+    """Return the row keys (token * kv_heads + head) of the rows that a rank sends, and how many go to each peer.
 
     They are ordered by peer, and sorted for each peer.
     """
@@ -128,7 +136,7 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys of a rank's rows that some other rank needs."""
+    """Return the sorted row keys (token * kv_heads + head) of a rank's rows that some other rank needs."""
     return np.unique(sent_keys(sharding, rank)[0])
 
 
@@ -150,14 +158,15 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 class BlockQueries:
     """Hold the queries of a block-sparse problem, and which of its keys they see.
 
-    The problem is over a short sequence (see the module). Its queries are the shard's tokens in the crossing segment.
+    The problem is over a short sequence: the blocks of a crossing segment that hold its queries or their listed keys,
+    in order. Its queries are the shard's tokens in the crossing segment.
 
     Attributes:
         layout: over the short sequence, the lists of the rank's own query blocks; other query blocks list nothing.
         heads: KV heads, in the order of the problem's heads.
         tokens: the queries, as indices into the shard.
         positions: their rows in the short sequence; the other rows have no query.
-        hidden: bool `(rows,)`, True for keys that lie in a listed block but belong to another part of the call; None if
+        hidden: bool `(rows,)`, True for keys that lie in a listed block but outside the problem's token ranges; None if
             there are none.
     """
 
@@ -174,13 +183,17 @@ class BlockQueries:
 
 @dataclass(frozen=True)
 class BlockProblem(Remote):
-    """Hold a part of the call: a rank's queries in a crossing segment, over their listed keys in some token ranges."""
+    """Hold what `problem` returns: a rank's queries in a crossing segment, over their listed keys in `tokens`."""
 
     queries: BlockQueries
 
 
 class _Shrunk:
-    """Build a short sequence (see the module), which keeps only some query and key blocks; `size` is its length."""
+    """Shorten a crossing segment to the blocks in `query_blocks` or `key_blocks`, in order; `size` is its new length.
+
+    `layout`: the layout over the whole segment. If q_block and k_block differ, whole units of their least common
+    multiple are kept.
+    """
 
     def __init__(self, layout: BlockLayout, query_blocks: Integers, key_blocks: Integers) -> None:
         self.whole, self.query_blocks, self.unit = layout, query_blocks, lcm(*layout.block_size)
@@ -208,9 +221,9 @@ class _Shrunk:
 def problem(
     sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval], device: torch.device
 ) -> BlockProblem | None:
-    """Return the problem of a rank's queries in `crossing` over their listed keys in `tokens`, ranges [start, stop).
+    """Return the block-sparse problem of a rank's queries in `crossing` over their listed keys in the ranges `tokens`.
 
-    `tokens` are numbered in the whole sequence. None if the lists of these queries name no key in `tokens`.
+    `tokens`: ranges [start, stop) of the whole sequence. None if the lists of these queries name no key in them.
     """
     layout, own = sharding.layout(len(crossing.keys)), _rows_of(crossing, crossing.own)
     wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]

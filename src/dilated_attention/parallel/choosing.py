@@ -83,7 +83,7 @@ class _Gathered(torch.autograd.Function):
 def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:
     """Gather x from all ranks along dimension `dim`, where rank i holds [bounds[i], bounds[i + 1]).
 
-    The gradient is summed over the ranks' copies. `name` is the call's name, the same on every rank.
+    The gradient is summed over the ranks' copies. `name` names the call in seals and errors, the same on every rank.
     """
     rows = _Gathered.apply(x.movedim(dim, 0), bounds, link_of(context_group(mesh)), name)
     return rows.movedim(0, dim)
@@ -101,8 +101,8 @@ def _misfit(q: Tensor, k: Tensor) -> str | None:
 def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]) -> tuple[Tensor, Tensor]:
     """Return all tokens of this rank's key-value heads and of the query heads that read them.
 
-    `shares`: the edges of the ranks' KV heads. A row of a message holds q and k of one token for one rank's heads,
-    padded with zeros to the largest number of heads.
+    `bounds`: shard edges in tokens. `shares`: rank i gets the KV heads [shares[i], shares[i + 1]). A row of a message
+    holds q and k of one token for one rank's heads, padded with zeros to the largest number of heads.
     """
     group, counts = q.shape[2] // k.shape[2], [last - first for first, last in pairwise(shares)]
     widest, mine = max(counts), counts[link.rank]
@@ -122,7 +122,8 @@ def _joined(
 ) -> BlockLayout:
     """Return the layout of all heads: gather the lists rank by rank, then put them in the order of a layout's rows.
 
-    `layout`: of this rank's heads, None without heads. `facts`: for each rank, what `choose_blocks` sends as `lists`.
+    `layout`: of this rank's heads, None without heads. `facts`: for each rank, [batch size, layout heads per KV head,
+    seq_len, q_block, k_block, is_causal, number of blocks] of its layout. `shares`: as in `_heads_of`.
     """
     batch, ratio, seq_len, q_block, k_block, is_causal, _ = facts[0]
     rows, heads = -(-seq_len // q_block), [ratio * edge for edge in shares]

@@ -41,7 +41,7 @@ _MOST_FORWARDS = 2**12
 
 
 def seal_rows(row_bytes: int) -> int:
-    """Return how many rows a seal takes, for rows of `row_bytes` bytes."""
+    """Return how many rows of `row_bytes` bytes a seal takes: the check value at the end of each message."""
     return -(-_SEAL_BYTES // max(row_bytes, 1))
 
 
@@ -49,7 +49,8 @@ def seal_rows(row_bytes: int) -> int:
 class Framing:
     """Describe a buffer that holds one message for each rank in `peers`, in ascending order.
 
-    Message i is `counts[i]` rows of data, then `seal` rows that hold its seal.
+    Message i is `counts[i]` rows of data, then `seal` rows that hold its seal: a hash of the call and phase, and the
+    number of the transfer, which the receiver checks.
     """
 
     peers: tuple[int, ...]
@@ -149,8 +150,8 @@ class Forwards:
     def next(self) -> int:
         """Return the number of the forward that starts.
 
-        Inside a backward it is made from the number of the forward being recomputed, the last one that began before
-        the running autograd node, and from how many forwards this node has recomputed so far.
+        Inside a backward, the forward repeats an earlier one: the last that began before the running autograd node. Its
+        number is then made from the earlier one's and from how many forwards this node has recomputed so far.
         """
         here, node = autograd_position()
         if node is None:
@@ -164,7 +165,10 @@ class Forwards:
 
 @dataclass
 class Agreed:
-    """Hold what the ranks have agreed on for one call description, and the forwards of each layer with it."""
+    """Hold what the ranks have agreed on for one call description: whether some rank wants gradients (`wanted`).
+
+    `layers`: the forwards of each layer with this description.
+    """
 
     wanted: bool = False  # whether some rank has wanted gradients, in calls that can have them
     layers: dict[str, Forwards] = field(default_factory=dict)
@@ -172,10 +176,15 @@ class Agreed:
 
 @dataclass(eq=False)
 class Link:
-    """Send and receive rows for one rank of a process group.
+    """Send and receive rows for one rank of a process group, `end_of`.
 
     In its methods, `what` names the phase of a transfer, for seals and error messages. A link refers to the group
     weakly, so that it does not keep a destroyed group and its threads alive.
+
+    Attributes:
+        description, fingerprint: the current call as text (see `agree`), and as a hash.
+        place: the current call in a few words, for error messages.
+        calls: how many forwards and backwards of attention have begun; a refusal in the store quotes this number.
     """
 
     end_of: InitVar[ProcessGroup]
@@ -286,14 +295,17 @@ class Link:
         self.agree("", problem, device)
 
     def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
-        """Start an exchange with every rank: rows `send`, framed as `sent`, leave; those of `received` arrive."""
+        """Start an exchange with every rank: send `send`, framed as `sent`; receive messages framed as `received`."""
         seal, buffer = self._next_collective(send, sent, what), self._blank(received, send)
         with self.guard(what):
             works = self.exchange(buffer, send, received, sent)
         return self.started(works, buffer, sent, received, seal, what)
 
     def all_gather(self, send: Tensor, sent: Framing, what: str) -> Transfer:
-        """Start an all-gather of one message per rank. All ranks' messages have the same number of rows."""
+        """Start an all-gather: send one message, `send` framed as `sent`, and receive every rank's, this one included.
+
+        All messages have the same number of rows, and are received in the order of the ranks.
+        """
         everyone = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
         seal, buffer = self._next_collective(send, sent, what), self._blank(everyone, send)
         with self.guard(what):
@@ -324,7 +336,7 @@ class Link:
     def whole(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
         """Gather the shards of all ranks into the whole sequence, on every rank.
 
-        Each shard is `(shard, columns, ...)`; `bounds` are the shard edges.
+        Each shard is `(shard, ...)`, of two dimensions or more; `bounds` are the shard edges.
         """
         if not rows.shape[1:].numel():
             return rows.new_empty(bounds[-1], *rows.shape[1:])
@@ -336,7 +348,10 @@ class Link:
         return torch.cat([shard[:size] for shard, size in zip(found.split(framing.rows), sizes, strict=True)])
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
-        """Start a point-to-point exchange: send to at most one rank, and receive from at most one rank."""
+        """Start a point-to-point exchange: send to at most one rank, and receive from at most one rank.
+
+        `sent`, `received`: the framings of the two messages. `buffer`: where to receive; None: a new tensor.
+        """
         self.require_alive()
         buffer = self._blank(received, send, buffer)
         phase = self._phase(what)
@@ -403,7 +418,7 @@ class Link:
         return ContextParallelError(f"context parallel exchange failed on {self._death}")
 
     def _store(self) -> dist.Store:
-        """Return this group's part of the rendezvous store; a group of this name before a restart has another."""
+        """Return this group's part of the rendezvous store. A restarted group of the same name gets another part."""
         return dist.PrefixStore(f"dilated_attention/{self.group.group_name}/{self._attempt}", rendezvous_store())
 
     def _refusal(self, problem: str) -> ValueError:
@@ -455,7 +470,7 @@ class Link:
             row[torch.from_numpy(framing.seals).to(buffer.device)] = padded.view(framing.seal, -1)
 
     def _next_collective(self, send: Tensor, sent: Framing, what: str) -> tuple[int, int]:
-        """Write the seal of the next collective into its messages, and return it."""
+        """Write the seal of the next collective into its messages, `send` framed as `sent`, and return it."""
         self.require_alive()
         self._collectives += 1
         seal = self._phase(what), 2 * self._collectives
@@ -468,7 +483,10 @@ class Link:
         return self.fingerprint ^ self._call ^ fingerprint(what)
 
     def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """Return a receive buffer whose seals are invalid, because fresh memory may hold the seals of an older call."""
+        """Return a receive buffer whose seals are invalid, because fresh memory may hold the seals of an older call.
+
+        `buffer`: the buffer to use; None: a new one, with rows like those of `like`.
+        """
         buffer = like.new_empty(received.rows, *like.shape[1:]) if buffer is None else buffer
         self._write_seals(buffer, received, (0, 0))
         return buffer
@@ -476,7 +494,11 @@ class Link:
     def started(
         self, works: list[dist.Work], buffer: Tensor, sent: Framing, received: Framing, seal: tuple[int, int], what: str
     ) -> Transfer:
-        """Add a transfer that has started to the traffic counts, and return it."""
+        """Add a transfer that has started to the traffic counts, and return it.
+
+        `works`: the operations to wait for. `buffer`: where the messages arrive, framed as `received`. `seal`: the seal
+        that each of them must have.
+        """
         row_bytes = buffer.shape[1:].numel() * buffer.element_size()
         out, into = sent.without(self.rank), received.without(self.rank)
         self.traffic.bytes_sent += row_bytes * out.rows

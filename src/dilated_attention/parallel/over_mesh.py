@@ -149,7 +149,7 @@ def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tupl
 
 
 def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
-    """Run a schedule: compute each part that it yields, and send the result back into it."""
+    """Run a schedule: compute each part that it yields, and send the result back into it. Return what it returns."""
     answer = None
     while True:
         try:
@@ -162,7 +162,8 @@ def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[part
 class _Compute:
     """Compute the parts of one call on a backend and add them to the running results.
 
-    `hidden` is the mask of the whole sequence, `(batch, seq)`; `seed` is the seed of dropout that the ranks agree on.
+    `hidden` is the `key_padding_mask` of the whole sequence, `(batch, seq)`, True for hidden keys; None without a mask.
+    `seed` is the seed of dropout that the ranks agree on; None without dropout.
     """
 
     def __init__(self, call: Call, plan: _Plan, link: Link, q: Tensor, k: Tensor) -> None:
@@ -186,6 +187,7 @@ class _Compute:
         Args:
             queries: the token of each row of q.
             keys: the token of each row of k, or of each row and head of k.
+            layouts: block layouts inside segments, by their length in rows; empty without block layouts.
             head: the index of q's first head among the call's heads.
         """
         call, dropped = self.call, None
@@ -228,7 +230,10 @@ class _Compute:
     def backward(
         self, part: parts.Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor
     ) -> parts.Gradients:
-        """Return a part's (dk, dv), in the dtype in which gradients are summed; its dq is added to `dq`."""
+        """Return a part's (dk, dv), in the dtype in which gradients are summed; its dq is added to `dq`.
+
+        out and lse are the merged ones, of all parts. dlse None: lse has no gradient.
+        """
         run, problem, keys = self.call.backend.backward, self._problem(part), (part.keys, part.values)
         dk, dv = (torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in keys)
         if part.queries is None:
@@ -243,12 +248,12 @@ class _Compute:
         return dk, dv
 
     def _index(self, queries: BlockQueries) -> tuple[Any, ...]:
-        """Return the index of the part's rows and heads in the shard's tensors."""
+        """Return the index (batch, tokens, query heads) of these queries in the shard's q, out, lse and gradients."""
         heads = [head * self.ratio + i for head in queries.heads for i in range(self.ratio)]
         return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
 
     def _rows(self, queries: BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """Return, for each tensor of the shard, its rows of these queries placed in the part's short sequence.
+        """Return, for each tensor of the shard, its rows of these queries, placed in the sequence of `queries.layout`.
 
         The other rows of that sequence are `fill`.
         """
@@ -284,7 +289,10 @@ def _heads_backward(
 
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
-    """Return whether some rank wants gradients of this call. Every rank then has to take part in the backward."""
+    """Return whether some rank wants gradients of this call. Every rank then has to take part in the backward.
+
+    `wanted`: whether this rank wants them.
+    """
     if call.lengths is not None and len(q):  # the first sample knows the lengths of all
         own, call = next(samples(call, q.shape[1]))
         q, k = q[:1, :own], k[:1, :own]
@@ -356,7 +364,7 @@ def backward(
 
 
 def empty_saved(call: Call, q: Tensor, k: Tensor) -> list[Tensor]:
-    """Return fake tensors shaped like those that `forward` saves for the backward."""
+    """Return uninitialized tensors like those that `forward` saves for the backward, for tracing with fake tensors."""
     found: list[Tensor] = []
     for _ in range(1 if call.lengths is None or not len(q) else len(q)):
         found += (*_empty_rows(call, q, k), torch.empty((), dtype=torch.int64, device="cpu"))
@@ -420,7 +428,8 @@ def refuse(mesh: Any, error: ValueError, q: Any) -> None:
 def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
     """Split a padded batch into calls of one sample: yield (number of this shard's tokens in the sample, its Call).
 
-    A sample is sharded like the batch, with every shard edge limited to the sample's length.
+    A sample is sharded like the batch, with every shard edge limited to the sample's length. `tokens`: the length of
+    this rank's shard of the padded batch.
     """
     assert call.lengths is not None
     (shards, group, edges), lengths = _mesh(call), tuple(call.lengths.tolist())

@@ -121,6 +121,7 @@ class Crossing:
     A query at token p sees the keys at p + i * rate for low <= i <= high.
 
     Attributes:
+        branch, heads: the number of the branch, and the KV heads that have this offset in it.
         queries, keys: the tokens of the segment that are queries and keys, on all ranks.
         band: the limits (low, high); None: no limit.
         own, shown: the queries and the keys that this rank holds.
@@ -145,7 +146,7 @@ def clip(rows: range, start: int, stop: int) -> range:
 
 
 def _seen(queries: range, keys: range, band: Band) -> range:
-    """Return the keys that a run of neighbouring queries sees, as a range of tokens."""
+    """Return the keys that a run of neighbouring queries sees, as a range of tokens; `band`: as in `Crossing`."""
     if not queries:
         return keys[:0]
     low, high = band
@@ -155,8 +156,8 @@ def _seen(queries: range, keys: range, band: Band) -> range:
 
 
 def _straddling(sharding: Sharding, segment: int, edge: int) -> tuple[int, int, int] | None:
-    """Return the segment that a shard edge cuts, as (start of its grid, start, stop);
-    None if the edge cuts no segment."""
+    """Return the segment that the shard edge `edge` cuts, as tokens (start of its packed sample or of the sequence,
+    start, stop); None if the edge cuts no segment. `segment`: the segment length."""
     for start, stop in sharding.grids():
         if start < edge < stop:
             begin = start + (edge - start) // segment * segment
@@ -229,12 +230,12 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
 class Remote:
     """Hold a plan over received rows, and where each of these rows lies in the key tensor that the plan reads.
 
-    The key tensor is `(batch, rows, num_heads, head_dim)`.
+    The key tensor is `(batch, rows, kv_heads, head_dim)`.
 
     Attributes:
         rows: rows of the key tensor.
-        keys: int64, the row keys (token * num_heads + head) of the received rows.
-        slots: int64, where each of them lies in the key tensor, (row of the tensor) * num_heads + head. No group reads
+        keys: int64, the row keys (token * kv_heads + head) of the received rows.
+        slots: int64, where each of them lies in the key tensor, (row of the tensor) * kv_heads + head. No group reads
             other places.
     """
 
@@ -306,15 +307,18 @@ Share = tuple[range, tuple[int, ...]]
 
 
 def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
-    """List the row keys of a union of shares: int64, sorted, without repeats, hence grouped by owner."""
+    """List the row keys (token * kv_heads + head) of a union of shares: int64, ascending, without repeats.
+
+    A share is a token range with the KV heads whose rows move. The keys are grouped by owner, since shards ascend.
+    """
     keys = [cells(_numbers(rows), heads, sharding.num_heads) for rows, heads in shares if rows]
     return np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
 
 
 def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) -> Integers:
-    """Count the row keys of a union of shares whose tokens lie between each two neighbouring `edges`, in closed form.
+    """Count the rows of a union of shares whose tokens lie between each two neighbouring `edges`, in closed form.
 
-    Returns int64, one count fewer than `edges`.
+    A share is a token range with the KV heads whose rows move. Returns int64, one count fewer than `edges`.
     """
     shares, tokens = list(shares), np.array(edges)
     counts = np.zeros(len(tokens) - 1, dtype=np.int64)
@@ -326,7 +330,7 @@ def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) 
 
 
 def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
-    """Return, for each rank, how many of some sorted row keys belong to tokens of its shard."""
+    """Return, for each rank, how many of the sorted row keys `keys` (token * kv_heads + head) are in its shard."""
     edges = np.array(sharding.bounds) * sharding.num_heads
     return np.diff(np.searchsorted(keys, edges)).tolist()
 
@@ -336,7 +340,7 @@ def _received(sharding: Sharding, rank: int) -> list[Share]:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys that a rank receives."""
+    """Return the sorted row keys (token * kv_heads + head) of the rows that a rank receives."""
     return keys_of(sharding, _received(sharding, rank))
 
 
@@ -348,7 +352,8 @@ def rows_from(sharding: Sharding, rank: int) -> Integers:
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
     """Return which of this rank's rows of a crossing segment each other rank sees.
 
-    The result is a list of ranges, and for each rank the index of its range in the list.
+    The result is a list of ranges, and for each rank the index of its range in the list. Range 0 is empty: it is the
+    range of ranks that see no row, and of this rank itself.
     """
     bounds, queries, rows, (low, high) = np.array(sharding.bounds), crossing.queries, crossing.shown, crossing.band
     start, stop = np.maximum(bounds[:-1], queries.start), np.minimum(bounds[1:], queries.stop)
@@ -366,7 +371,7 @@ def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[rang
 
 
 def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]]]:
-    """Yield (peers, shares): peers that see the same rows of this rank, and these rows."""
+    """Yield (peers, shares): peers that see the same rows of this rank, and these rows as (token range, KV heads)."""
     found = crossings(sharding, rank)
     if found:
         asked = [_asked(sharding, rank, crossing) for crossing in found]
@@ -379,7 +384,10 @@ def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the row keys that a rank sends, ordered by peer and sorted for each peer, and how many go to each peer."""
+    """Return the row keys (token * kv_heads + head) of the rows that a rank sends, and how many go to each peer.
+
+    They are ordered by peer, and sorted for each peer.
+    """
     messages = [np.empty(0, dtype=np.int64)] * sharding.world_size
     for peers, shares in _sent(sharding, rank):
         keys = keys_of(sharding, shares)
@@ -406,7 +414,7 @@ def _contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys of a rank's rows that some other rank sees."""
+    """Return the sorted row keys (token * kv_heads + head) of a rank's rows that some other rank sees."""
     return keys_of(sharding, _contributed(sharding, rank))
 
 
@@ -511,7 +519,7 @@ def _doubled_segment(sharding: Sharding, branch: int) -> int:
 def doubling_level(sharding: Sharding, branch: int) -> int:
     """Return the number of rounds of doubling after which a rank holds all rows of its segment in the branch.
 
-    It is 0 or -1 where segments lie inside shards.
+    It is 0 if a segment is one shard, and -1 if it is shorter.
     """
     return (_doubled_segment(sharding, branch) // (sharding.seq_len // sharding.world_size)).bit_length() - 1
 
@@ -522,7 +530,7 @@ def doubling_rounds(sharding: Sharding) -> int:
 
 
 def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
-    """Yield the rows that the ranks of a block pass on in round `level` of doubling.
+    """Yield the rows, as (token range, KV heads), that the ranks of a block pass on in round `level` of doubling.
 
     The block has 2^level neighbouring ranks, and `block` is the first of them. They pass on their rows of those
     segments of which they do not yet hold all rows.
@@ -536,7 +544,10 @@ def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
 
 
 def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
-    """Return the sorted row keys that each rank of a block sends in round `level`; `block`: its first rank."""
+    """Return the sorted row keys (token * kv_heads + head) that each rank of a block sends in round `level`.
+
+    A block has 2^level neighbouring ranks; `block` is its first.
+    """
     return keys_of(sharding, _passed_on(sharding, block, level))
 
 

@@ -52,7 +52,10 @@ def on_device(table: Integers, device: torch.device) -> Tensor:
 
 
 def locate(held: Integers, wanted: Integers) -> Integers:
-    """Return the positions of the row keys `wanted` in `held`, a list of distinct row keys in any order."""
+    """Return the positions of the row keys `wanted` in `held`, a list of distinct row keys in any order.
+
+    A row key is token * kv_heads + head.
+    """
     order = np.argsort(held)
     where = order[np.searchsorted(held, wanted, sorter=order)]
     assert (held[where] == wanted).all()
@@ -60,15 +63,18 @@ def locate(held: Integers, wanted: Integers) -> Integers:
 
 
 def _keys_and_values(slots: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """View slots `(rows * heads, 2, batch, head_dim)` as keys and values, `(batch, rows, heads, head_dim)` each."""
+    """View slots `(rows * heads, 2, batch, head_dim)` as keys and values, `(batch, rows, heads, head_dim)` each.
+
+    Slot row * heads + head holds the key and the value of this row and head.
+    """
     both = slots.unflatten(0, (-1, heads)).permute(2, 3, 0, 1, 4)
     return both[0], both[1]
 
 
 def _slot_rows(gradients: Gradients) -> list[Tensor]:
-    """Return the gradients of keys and of values as slots, `(rows * heads, batch, head_dim)` each.
+    """Return the gradients of keys and of values by slot, `(rows * heads, batch, head_dim)` each.
 
-    This is the reverse of `_keys_and_values`.
+    Slots are numbered as in `_keys_and_values`, which this reverses.
     """
     return [gradient.permute(1, 2, 0, 3).flatten(0, 1) for gradient in gradients]
 
@@ -77,9 +83,11 @@ def _slot_rows(gradients: Gradients) -> list[Tensor]:
 class Gather:
     """Say how a part's keys and values are made from a buffer of rows.
 
+    A slot is a place in the part's key tensor, numbered row * heads + head.
+
     Attributes:
-        index: the buffer row of each slot, int64; 0 for a slot that holds none.
-        filled, holes: the slots that hold a row and those that hold none; None if all hold one.
+        index: the buffer row of each slot, int64; 0 for an empty slot.
+        filled, holes: the slots that hold a row, and the empty ones; None if no slot is empty.
         tokens, queries: as in `Part`.
     """
 
@@ -92,7 +100,7 @@ class Gather:
 
     @classmethod
     def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather:
-        """Make the tables for a buffer that holds the row keys `held` in its rows `positions`."""
+        """Make the tables for a buffer whose row `positions[i]` has the row key `held[i]`, token * kv_heads + head."""
         heads = remote.plan.num_heads
         index, tokens = np.zeros((2, remote.rows * heads), dtype=np.int64)
         index[remote.slots], tokens[remote.slots] = positions[locate(held, remote.keys)], remote.keys // heads
@@ -160,7 +168,8 @@ class Own:
     def add(self, returned: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients that other ranks returned to dk and dv of the shard, which must be contiguous.
 
-        `returned` is a buffer of rows, or one such buffer from each rank if rows went to all of them.
+        `returned` is a buffer `(size, 2, batch, head_dim)` of (dk, dv). If the rows went to all ranks, it is one such
+        buffer from each rank, one after another, and they are summed.
         """
         if len(returned) > self.size:
             returned = returned.unflatten(0, (-1, self.size)).sum(0)
@@ -190,7 +199,7 @@ class Feed:
             yield gather.part(rows)
 
     def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
-        """Yield the parts, take each one's (dk, dv) back, and return the gradients of the buffer's rows, summed."""
+        """Yield the parts that read the buffer `rows`, take back each one's (dk, dv), and return their sum by row."""
         sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
         for gather in self.gathers:
             gather.scatter((yield gather.part(rows)), sums)
@@ -250,10 +259,10 @@ def gathers_of(
     among: Interval | None = None,
     found: Sequence[Crossing] | None = None,
 ) -> tuple[Gather, ...]:
-    """Return the tables of the parts that read other ranks' rows of crossing segments.
+    """Return a `Gather` for each part that reads other ranks' rows of crossing segments.
 
     Args:
-        held, positions: the row keys that the buffer holds, and the buffer row of each.
+        held, positions: the row keys (token * kv_heads + head) that the buffer holds, and the buffer row of each.
         among: the tokens [start, stop) whose rows are attended; default: all.
         found: the crossing segments; default: all of the rank's.
     """

@@ -33,7 +33,7 @@ def missing(store: dist.Store, keys: Sequence[str], seconds: float) -> list[int]
 
 
 def _unwritten(store: dist.Store, keys: Sequence[str], start: int) -> list[int]:
-    """Return the indices of the unwritten keys, counted from `start`, by bisection: few of them take few queries."""
+    """Find unwritten keys by bisection, and return start + i for each unwritten keys[i]."""
     if store.check(list(keys)):
         return []
     if len(keys) == 1:
@@ -43,7 +43,7 @@ def _unwritten(store: dist.Store, keys: Sequence[str], start: int) -> list[int]:
 
 
 def within(seconds: float, call: Callable[[], Answer]) -> Answer | None:
-    """Return what `call` returns; None if it does not finish in time.
+    """Return what `call` returns; None if it does not finish in time or raises a RuntimeError.
 
     The store may be gone or frozen with its host, so the call runs in a thread that may be left behind.
     """
@@ -66,7 +66,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def differences(facts: Sequence[Mapping[str, str]]) -> str:
-    """Return which ranks' facts differ from those that most ranks have, and where.
+    """Return, as text, which ranks' facts (name to value) differ from those that most ranks have, and in which names.
 
     If two sets of facts are equally frequent, the one of the lowest rank is taken as the common one.
     """
@@ -86,9 +86,10 @@ _witness: Callable[[], str] | None = None
 
 
 def set_witness(verdict: Callable[[], str] | None) -> None:
-    """Use `verdict` to name lost ranks when an exchange fails; None: use the store again.
+    """Call `verdict` when an exchange fails, to say which ranks are lost; None: ask the store again.
 
-    Meant for a program that watches its ranks itself.
+    `verdict` returns text for the error message, or "" if no rank is lost. Meant for a program that watches its ranks
+    itself.
     """
     global _witness
     _witness = verdict

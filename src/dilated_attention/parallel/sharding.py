@@ -46,7 +46,8 @@ def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
-    """Return a random int64, the same on every rank of the mesh; each rank draws one from its own generator."""
+    """Return one random int64, of shape (), on every rank of the mesh: the largest of the numbers that each rank
+    draws from its own generator."""
     link = link_of(context_group(mesh))
     seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=device)
     with link.guard("while agreeing on the seed of dropout"):
@@ -91,9 +92,10 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
 
 
 def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
-    """Return the global length after checking that every rank holds its shard of it.
+    """Return the global length along `dim` after checking that every rank holds its shard of it.
 
-    Without this check a gather could hang or mix up rows.
+    `seq_len`: that length; None: the shard's length times the number of ranks. Every rank raises a ValueError if the
+    shards do not fit. Without this check a gather could hang or mix up rows.
     """
     rank, size, shape = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
     rows, problem = 0, f"dim={dim} is none of the {x.dim()} dimensions of x on rank {rank}"

@@ -37,9 +37,10 @@ class ExchangePlan:
     Attributes:
         peers_sent, peers_received: messages of the forward, over all its rounds.
         rounds: consecutive communication steps of the forward.
-        bytes_sent, bytes_received: bytes of the forward, in the tensors' dtype.
+        bytes_sent, bytes_received: bytes of the forward, in the tensors' dtype; with `ulysses` also those of lse, in
+            float32 at least.
         backward_bytes_sent, backward_bytes_received: bytes of the backward, which returns partial gradients in float32
-            at least.
+            at least; `ulysses` returns whole ones in the tensors' dtype.
         saved_bytes: bytes kept from forward to backward.
 
     Examples:
@@ -84,7 +85,7 @@ def total(plans: Sequence[ExchangePlan]) -> ExchangePlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """Hold the sizes of a call's tensors that determine its messages."""
+    """Hold the sizes of a call's tensors that determine its messages; `num_heads` counts the heads of q."""
 
     batch: int
     num_heads: int
@@ -102,7 +103,7 @@ class Shape:
 
 
 def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
-    """Return why a transport cannot serve a call, or None if it can."""
+    """Return why a transport cannot serve a call with `num_heads` query heads, or None if it can."""
     if transport == "doubling":
         return partition.doubling_refusal(sharding)
     if transport == "ulysses" and (sharding.num_heads % sharding.world_size or num_heads % sharding.world_size):
@@ -135,7 +136,7 @@ def _messages(transport: str, sharding: Sharding, rank: int, seal: int) -> tuple
 
 
 def _framed(rows: list[int], seal: int) -> int:
-    """Return the rows of some messages, seals included."""
+    """Return the total rows of messages with `rows[i]` data rows each, plus `seal` rows for each that is not empty."""
     return sum([count + seal for count in rows if count])
 
 
@@ -216,10 +217,12 @@ class TransportChoice:
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     """Return the transport of a call, from the cache. The choice is the same on every rank.
 
+    A transport given by name is returned, or raises ValueError if it cannot serve the call.
+
     `auto` compares the traffic of one fixed rank: the last rank if causal, the first if the pattern has leading
     tokens, else the middle one. It takes the transport with the least modelled time among `ulysses`, `exchange` and
-    `doubling`. The last two must keep at most a few times the shard's keys and values. If none is left, it takes
-    `ring`.
+    `doubling`. The last two are ruled out if the rows that they keep for the backward take more than `_BUFFER_SHARDS`
+    (4) times the memory of a shard's keys and values. If none is left, it takes `ring`.
     """
     key = ("transport", transport, sharding, shape)
     return plan_cache.get(key, lambda: _choose(transport, sharding, shape))

@@ -66,7 +66,13 @@ Made = TypeVar("Made", bound="_Tables | _DoublingTables")
 
 
 class _Schedule(Generic[Made]):
-    """Base class of schedules, for one sharding on one rank."""
+    """Base class of schedules, for one sharding on one rank.
+
+    A subclass defines `make`, and the coroutines of a schedule (see the module): `forward(k, v)`, which returns a
+    tensor to save, and `backward(k, v, saved)`. They read `self.tables`, which `make` has made or the cache has kept.
+
+    `row_bytes`: the bytes of a message's row. `Made`: the type of the tables that `make` returns.
+    """
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
         self.link, seal = link, seal_rows(row_bytes)
@@ -208,7 +214,10 @@ class Ring(_Schedule[_Tables]):
 
 @dataclass(frozen=True)
 class _Hop:
-    """Describe a round of doubling: it sends the buffer's rows `send`, and fills the rows [start, stop)."""
+    """Describe a round of doubling: it sends the buffer's rows `send`, and fills the rows [start, stop).
+
+    `gathers`: the parts whose rows are complete after this round.
+    """
 
     send: Tensor
     sent: Framing

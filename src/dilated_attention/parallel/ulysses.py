@@ -18,7 +18,8 @@ from dilated_attention.parallel.partition import Sharding
 class Ulysses:
     """Exchange heads: each rank computes all tokens of an equal number of heads, in one call of the backend.
 
-    A row of a message holds one token's data for all heads of one rank: q, k and v; or out and lse.
+    A row of a message holds one token's data for all heads of one rank: q, k and v; or out and lse. In its methods,
+    `what` names the phase of a transfer, as in `Link`.
     """
 
     def __init__(self, link: Link, sharding: Sharding, num_heads: int) -> None:
@@ -50,7 +51,7 @@ class Ulysses:
         return [x.unflatten(0, (size, shard)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(2, 3) for x in arrived]
 
     def _exchange(self, rows: Sequence[Tensor], leaving: list[int], arriving: list[int], what: str) -> list[Tensor]:
-        """Exchange rows of several tensors, `(rows, ...)`, side by side in one message of bytes, as `Link.moved`."""
+        """Exchange rows of several tensors, `(rows, ...)`, packed side by side into bytes that `Link.moved` moves."""
         packed = torch.cat([_packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
         widths = [x.shape[1:].numel() * x.element_size() for x in rows]
         parts = self.link.moved(packed, leaving, arriving, what).split(widths, 1)

@@ -45,7 +45,7 @@ def antidiagonal_blocks(
             take about `stride` times as long.
 
     When causal, the pieces x are cut from the q_block queries that end at the block's first query, and the shares serve
-    as the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.
+    as the estimate of the forecast in the package docstring of `routing`. Everything else is as in `topk_blocks`.
 
     Examples:
         >>> from dilated_attention.routing import antidiagonal_blocks

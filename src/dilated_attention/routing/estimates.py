@@ -29,13 +29,14 @@ class Sample(NamedTuple):
     """Hold the queries and keys that represent the tokens of each block.
 
     Attributes:
-        query: `(batch, rows * parts * joined, heads, head_dim)`; row i has the parts i * parts to (i + 1) * parts - 1.
+        query: `(batch, rows * parts * joined, heads, head_dim)`: `parts` queries per row (query block), row by row.
         weight: `(rows, parts)`, the weight of each query in its row's share.
-        key: `(batch, columns * peaks * joined, kv_heads, head_dim)`, or fewer where the last block has fewer.
+        key: `(batch, columns * peaks * joined, kv_heads, head_dim)`: `peaks` keys per column (key block), or fewer
+            where the last block has fewer.
         peaks: the number of keys per block.
         scale: the factor of the scores.
-        first_key: `(batch, 1, kv_heads, head_dim)`, which replaces the first key: another token of the tensor that
-            `key` views. None: no other key.
+        first_key: `(batch, 1, kv_heads, head_dim)`, used in place of key[:, :1], for a strided `key` that skips the
+            sequence's first token. It is a view of the same tensor as `key`. None: use key[:, :1].
         logarithm: `(columns, peaks)`, the logarithm of how many tokens each key represents; None: one token each.
         joined: how many tokens are concatenated into one query (in reverse order), and into one key. Missing tokens
             count as zeros.
@@ -211,7 +212,8 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
 def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: Candidates) -> Tensor:
     """Return, for each KV head, the mean of its pooled queries, times the scale: (B, 1, kv_heads, D).
 
-    When causal, a key block has the mean up to the first query block that may choose it: (B, columns, kv_heads, D).
+    When causal, return it for each key block, as the mean over the query blocks up to the first one that may choose the
+    key block: (B, columns, kv_heads, D).
     """
     rows = torch.einsum("biahd,ia->bihd", query, weight * grid.scale).unflatten(2, (kv_heads, -1)).mean(3)
     if not grid.is_causal:

@@ -29,8 +29,8 @@ class Forecast:
     """Forecast each query block's shares of the key blocks, from causal estimates that describe the block before it.
 
     The forecast mixes three: the estimate, the estimate moved on by one key block, and the mean of what earlier sampled
-    rows have seen at each distance from the last key block that a row may choose. A forecast weighs more if lists made
-    from it would have held more of what earlier tokens have seen.
+    rows have seen at each distance from the last key block that a row may choose. To weigh them, lists of the earlier
+    sampled rows are made from each alone. The more of these rows' softmax its lists hold, the greater is its weight.
 
     Call the object on consecutive slices of rows, in order, from the first row to the last: it updates the weights.
 
@@ -38,7 +38,8 @@ class Forecast:
         sampled: the rows (query blocks) of which the softmax of a few tokens is computed.
         seen: these tokens' mean share of each key block, `(B, H, sampled, columns)`; 0 where the row may not choose the
             block. The forecast of a row uses those of earlier rows only.
-        held: the logarithms of the three weights so far, divided by FORECAST_RATE, `(B, H, 3)`.
+        held: `(B, H, 3)`, for each of the three the sum of `seen` over its lists so far, plus log(prior) /
+            FORECAST_RATE. The weights are softmax(FORECAST_RATE * held).
 
     Args:
         group: average what the query heads of a KV head have seen; H is then the number of KV heads.

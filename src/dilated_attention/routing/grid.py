@@ -27,7 +27,11 @@ Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
 
 
 def is_compiled(*tensors: Tensor) -> bool:
-    """Return whether the compiled library serves these tensors. It does not where gradients are recorded."""
+    """Return whether the compiled library can compute with these tensors.
+
+    It needs plain CPU tensors of one dtype (float32, bfloat16 or float16) with contiguous rows, outside graphs and
+    torch.func, and no gradient to record.
+    """
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
 
@@ -105,8 +109,10 @@ def _lengths_of(k: Tensor, key_padding_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Candidates(BlockGrid):
-    """Describe the query blocks of one call: which key blocks each may choose (`allowed`) and always lists
-    (`always`)."""
+    """Describe the query blocks of one call: which key blocks each may choose (`allowed`) and always lists (`always`).
+
+    `floor` is the least number of blocks per query block, `scale` the factor of the scores, `dtype` the shares' dtype.
+    """
 
     keep_diagonal: bool
     floor: int
@@ -150,11 +156,11 @@ class Candidates(BlockGrid):
         return ((last_key + self.q_block - 1) // self.q_block).clamp(max=self.rows - 1)
 
     def least(self) -> Tensor:
-        """Return the least number of blocks per row, `(rows,)`: at least `floor`, and all blocks of the diagonal."""
+        """Return the fewest blocks that each row may keep, `(rows,)`: `floor` or, if more, those always listed."""
         return self._blocks(0.0)
 
     def budget(self, density: float) -> Tensor:
-        """Return the number of blocks per row, `(rows,)`: round(density * visible), but not below `least`."""
+        """Check that density is in (0, 1], and return how many blocks each row keeps, `(rows,)`, as `_blocks` does."""
         check_share("density", density)
         return self._blocks(density)
 

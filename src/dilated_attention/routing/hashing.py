@@ -52,6 +52,8 @@ def lsh_blocks(
     When causal, the q_block queries that end at the first query of block i are hashed in place of the block, and the
     centres are means over the tokens so far. Pairs that only the block's later queries form are then missed.
 
+    Other arguments are as in `topk_blocks`.
+
     Examples:
         >>> from dilated_attention.routing import lsh_blocks
         >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
@@ -117,9 +119,10 @@ def _shares(
     largest weight itself is estimated with the row's own q̄.
 
     Args:
-        met: the share of a block's queries in each bucket; the shares in one hash sum to 1 / hashes.
+        met: (B, H, rows, hashes * buckets), the share of a query block's queries in each bucket; the shares in one hash
+            sum to 1 / hashes. Overwritten.
         centre_q, centre_k: the means that are subtracted from queries and keys before hashing; centre_q is q̄.
-        means: the mean key of each block.
+        means: (B, columns, kv_heads, D), the mean key of each key block.
     """
     group, skip = met.shape[1] // k.shape[2], int(grid.is_causal)
     chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser] if grid.is_causal else centre_q

@@ -124,7 +124,7 @@ class Indexer(nn.Module):
             raise ValueError(f"x must be (batch, seq, embed_dim={width}); got shape {tuple(x.shape)}")
 
     def _divergence(self, x: Tensor, q: Tensor, k: Tensor, scale: float, at: slice) -> Tensor:
-        """Return KL(p_t || softmax index(t, ·)), as the class defines it, summed over the queries `at`."""
+        """Return KL(p_t || softmax index(t, ·)), as the class defines it, summed over batch and queries `at`."""
         index = self._index(x, at)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)

@@ -21,14 +21,18 @@ class LearnedRouter(nn.Module):
 
     score(i, J) = <a_h q̂_i, b_h k̂_J> / sqrt(rank), with q̂_i the mean of the block's queries (causal: of the
     q_block queries that end at its first one) and k̂_J the mean, maximum and minimum of the block's keys, as in
-    SeerAttention. `forward` lists the blocks of the diagonal and those with the largest scores, as many per row as in
-    `topk_blocks`.
+    SeerAttention. The learned maps a_h, one per query head, and b_h, one per KV head, have `rank` outputs. `forward`
+    lists the blocks of the diagonal and those with the largest scores, as many per row as in `topk_blocks`.
 
     **Relaxation.** gate(i, J) = sigmoid(score(i, J) / temperature - τ_i), with τ_i such that a row's gates sum to
     its budget; the diagonal's gates are 1. `relaxed_attention` is softmax attention with the log of a block's gate
     added to its scores. As temperature → 0 it becomes attention over the layout of `forward`. It is differentiable in
     the router's parameters and in q, k and v, through τ too (implicit function theorem), so any loss on its output
     trains the router. It forms the whole score matrix, so it is meant for training at moderate lengths.
+
+    Args:
+        num_kv_heads: the number of KV heads; default: num_heads.
+        density, block_size, is_causal, floor: as in `topk_blocks`.
 
     Examples:
         >>> from dilated_attention.routing import LearnedRouter
@@ -94,7 +98,10 @@ class LearnedRouter(nn.Module):
         return BlockLayout.from_topk(order, size, seq_len=grid.seq_len, is_causal=self.is_causal)
 
     def log_gates(self, q: Queries, k: Keys) -> Blocks:
-        """Return the logarithm of each block's gate: 0 on the diagonal, -inf for blocks that the row may not choose."""
+        """Return the logarithm of each block's gate, `(batch, heads, query blocks, key blocks)`.
+
+        It is 0 on the diagonal, and -inf for blocks that the row may not choose.
+        """
         return self._log_gates(q, k, self._grid(q, k))
 
     def relaxed_attention(self, q: Queries, k: Keys, v: Keys, *, scale: float | None = None) -> Queries:

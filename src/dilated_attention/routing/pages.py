@@ -70,7 +70,8 @@ class PageBounds:
     """Keep the least and greatest components of each page's keys up to date as new keys arrive, for decoding.
 
     `append` takes the keys of new tokens; `best` returns the pages that a query should see, by the bound of
-    `page_bounds`; `decoding.listed_attention` reads only those. Two rows per page are kept, and the keys of two pages.
+    `page_bounds`; `decoding.listed_attention` reads only those. For each page and KV head two vectors of head_dim are
+    kept; and, for `crop`, the keys of the newest two pages.
 
     Raises ValueError if new keys do not have the batch size, heads, head_dim and dtype of the earlier ones, or if a
     query does not fit the keys.

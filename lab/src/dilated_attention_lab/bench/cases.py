@@ -134,7 +134,7 @@ class Case:
 
     @property
     def pattern(self) -> Dilated:
-        """Return the dilated factor, or one segment of all tokens if the method has none."""
+        """Return the dilated pattern without its blocks, or one segment of all tokens if the method has no branches."""
         if self.method in DILATED:
             groups = self.method == "head groups"
             return Dilated(self.segment_lengths, self.dilation_rates, self.offsets, head_groups=groups)
@@ -160,12 +160,13 @@ class Case:
 
     @property
     def out_bytes(self) -> int:
-        """Return the bytes of the output, which q, k and v have as well."""
+        """Return the bytes of the output. Each of q, k and v has the same size."""
         return self.batch * self.seq_len * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
 
     @property
     def flops(self) -> int:
-        """Return the useful floating-point operations of a forward; a backward adds 2.5 times as many."""
+        """Return the useful floating-point operations of a forward: attention's and, for the multihead methods, the
+        projections'. The backward of attention adds 2.5 times as many as its forward."""
         width = self.heads * self.head_dim
         projections = 8 * self.batch * self.seq_len * width**2 if self.method in MULTIHEAD else 0
         return projections + self.attention_flops
@@ -179,7 +180,10 @@ class Case:
         return self.batch * sum(x.heads * x.queries.segments * self._layout_flops(x.queries.count) for x in groups)
 
     def _layout_flops(self, seq_len: int) -> int:
-        """Return the operations of one head, in whole blocks; a block that the diagonal cuts counts half."""
+        """Return the attention operations of one head under the layout of `seq_len` tokens.
+
+        All blocks count as full, and a block that the diagonal cuts as half.
+        """
         layout = self.layout(seq_len)
         entries = (layout.nnz - int(layout.masked.sum()) / 2) * layout.q_block * layout.k_block
         return int(4 * self.head_dim * entries)
@@ -187,8 +191,8 @@ class Case:
     def predicted_bytes(self, *, backward: bool) -> int:
         """Return an upper estimate of what the call will hold at its peak, inputs included.
 
-        In units of the output: q, k, v, out, and at most one more of temporaries. With a backward also dout, dq, dk, dv
-        and at most two of temporaries, or the gradients in single precision.
+        It counts in tensors of the output's size: q, k, v, out, and one for temporaries. With a backward also dout,
+        dq, dk, dv and two for temporaries; in half precision three more, for gradients in single precision.
         """
         outputs = 11 if backward else 5
         if backward and self.dtype in ("float16", "bfloat16"):
@@ -222,7 +226,10 @@ class Case:
         return [tuple(self._normal(device, *shape) for _ in range(3)) for shape in shapes]  # type: ignore[misc]
 
     def _layouts(self) -> Callable[[int], BlockLayout]:
-        """Make the layouts inside branches, and return a function that looks them up, as a compiled call needs it."""
+        """Make the layouts inside branches now, because a compiled call cannot.
+
+        Return a function that looks one up by the number of tokens of a dilated subsequence.
+        """
         made = {count: self.layout(count) for count in {group.queries.count for group in self.plan.groups}}
         return lambda count: made[count]
 

@@ -67,7 +67,10 @@ Series = Mapping[str, tuple[str, str, Sequence[tuple[float, float]]]]
 
 
 def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure | None:
-    """Draw series side by side on logarithmic axes; None if there is nothing to draw."""
+    """Draw series side by side on logarithmic axes; None if there is nothing to draw.
+
+    panels: for each pair of axes its series, and settings for `Axes.set`. size: width of one panel in inches.
+    """
     if not any(points for series, _ in panels for *_, points in series.values()):
         return None
     figure = Figure(figsize=(size * len(panels), 4.5), layout="constrained")
@@ -93,7 +96,8 @@ def _compared(rows: list[Record]) -> list[Record]:
 
 
 def _compare_lengths(rows: list[Record]) -> Figure | None:
-    """Draw time against length, for some variants."""
+    """Draw the time of a forward against length, a line each for dense attention, LongNet branches, head groups, the
+    ring of two processes and local blocks."""
     shown = {
         "dense": ("-o", "black"),
         "LongNet branches": ("-s", "0.5"),
@@ -150,9 +154,10 @@ def _stages(rows: list[Record]) -> Figure:
 
 
 def weak_scaling(rows: list[Record]) -> Figure | None:
-    """Draw worlds with the same number of tokens per rank: bytes that a rank receives, and the time of its forward.
+    """Draw, by sequence length, the bytes that a rank receives and the time of its forward, as `simulate` found them.
 
-    The network is the one that was modelled last, in worlds that differ only in the length and the number of ranks.
+    All points have the same number of tokens per rank. They are the rows that differ from the newest modelled one only
+    in the length and the number of ranks, and its network is drawn. None if there are fewer than two lengths.
     """
 
     def kind(row: Record) -> dict[str, Any]:

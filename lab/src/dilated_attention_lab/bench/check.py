@@ -43,7 +43,10 @@ PATIENCE = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Describe a figure that must not rise. `measure(limit)` returns it, and may stop once it is below the limit."""
+    """Describe a figure that must not rise above its baseline by more than the fraction `margin`.
+
+    `measure(limit)` returns the figure in `unit`, and may stop once it is at most `limit`.
+    """
 
     name: str
     unit: str
@@ -67,9 +70,10 @@ class Verdict:
 
 
 def fastest_ratio(one: Contender, other: Contender, phase: str, limit: float, patience: float | None = None) -> float:
-    """Return the least time of `one` divided by the least time of `other`, up to the end of `phase`.
+    """Return the least time of `one` divided by the least time of `other`, each from its start to the end of `phase`.
 
-    Runs at least 5 rounds and half a second, then until the ratio is within `limit` or `patience` seconds are over.
+    Runs at least 5 rounds and half a second, then until the ratio is at most `limit` or `patience` seconds are over
+    (None: PATIENCE).
     """
     patience = PATIENCE if patience is None else patience
     best = {one: float("inf"), other: float("inf")}
@@ -126,8 +130,8 @@ class _Launched:
 
 
 def _host(backward: bool) -> Callable[[float], float]:
-    """Return a function that measures the host's part of a small Triton call, without driver and GPU, as a ratio to the
-    time of turning 10,000 integers into text."""
+    """Return the `measure` of a `Guard`: the host's time for a small Triton call, without driver and GPU, divided by
+    the time of turning 10,000 integers into text. backward: whether the call includes its backward."""
 
     def measure(limit: float) -> float:
         serving = replace(table.BACKENDS["triton"], refusal=lambda facts: None)
@@ -166,8 +170,10 @@ GUARDS = (
 
 
 def check(guard: Guard, baseline: Mapping[str, float]) -> Verdict:
-    """Measure a guard's figure on one thread, and return it with its baseline. Without a baseline, a ratio is measured
-    for all of its `patience`, and the lowest one found is returned."""
+    """Measure a guard's figure on one thread, and return it with its figure in `baseline`, if there is one.
+
+    Without one, a ratio of times is measured until the patience of `fastest_ratio` is over.
+    """
     held = baseline.get(guard.name)
     limit = 0.0 if held is None else held * (1 + guard.margin)
     threads = torch.get_num_threads()

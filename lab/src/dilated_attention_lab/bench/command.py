@@ -471,7 +471,8 @@ def _profile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 
 def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, rows: list[Row]) -> None:
-    """Run the steps one after another. Each row goes to the recorder and to `rows` as soon as it is there."""
+    """Run the steps one after another. Each row goes to the recorder and to `rows` as soon as it is there. A step whose
+    cases do not fit in memory is not run; a row says why."""
     with closing(_along(steps, lambda step: step.label)) as under_way:
         for step in under_way:
             recorder.forget(failed(step.label))
@@ -485,7 +486,7 @@ def measure_suite(steps: list[Step], device: torch.device, recorder: Recorder, r
 
 
 def table(title: str, rows: list[Row]) -> Table:
-    """Return a table with one line per row, under its case; a column that no row fills is left out."""
+    """Return a table with one line per row, grouped under headings that name the case. Empty columns are left out."""
     from rich.text import Text
 
     lines = [_cells(row) for row in rows]

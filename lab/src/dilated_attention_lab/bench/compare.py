@@ -71,7 +71,7 @@ class Setting:
 
     @property
     def has_plan(self) -> bool:
-        """Return whether PLAN has bars for this setting."""
+        """Return whether the bars of PLAN, for the time of block-sparse attention, are set for this setting."""
         return self.base == REPORTED and not self.compiled
 
     @property
@@ -136,7 +136,12 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
-    """Yield one row per variant, and rows with bars: the largest error, the ratios of PLAN, the ratio of PAIR."""
+    """Yield one row per variant, and rows with bars.
+
+    The rows with bars are: one with the largest error of all variants, before the rows of the variants that were run;
+    if the setting has a plan, each block-sparse variant's time over each dilated one's (PLANNED, BASELINES); and for
+    each phase, the time of the ring module in one process over `dilated_attention`'s (PAIR).
+    """
     cases, refusals = variants(setting.base), {}
     calls: dict[str, Call] = {}
     for name, case in cases.items():
@@ -214,7 +219,10 @@ def held(rows: Sequence[Record], setting: Setting) -> bool:
 
 
 def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
-    """Yield the rows of one setting among those of a file. Rows without a variant name its branches segment_lengths."""
+    """Yield the rows of one setting, among the rows of a file.
+
+    Rows of a variant hold the setting's segment lengths as `branches`, other rows as `segment_lengths`.
+    """
     shared = parameters(setting, "", setting.base)
     names = ("seq_len", "batch", "heads", "head_dim", "dtype", "is_causal", "compiled")
     wanted = {name: shared[name] for name in names}
@@ -259,10 +267,10 @@ def inputs_of(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]
 def call_and_peak(
     call: Call, inputs: tuple[Tensor, Tensor, Tensor], device: torch.device, *, warm: bool
 ) -> tuple[Tensor, int | None]:
-    """Return what the call returns, and the bytes that it took at its peak; with `warm` those of a second call. None if
-    the system does not say.
+    """Return what the call returns, and the bytes that it adds at its peak, or None if the system does not say.
 
-    The first call also loads operators and makes plans: 1.8 of 6.4 MiB of dense attention at 2,048 tokens.
+    With `warm`, a second call is measured: the first also loads operators and makes plans. For dense attention at 2,048
+    tokens, these take 1.8 of its 6.4 MiB.
     """
     outs: list[Tensor] = []
     with torch.no_grad():

@@ -62,7 +62,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Hold the seconds of every phase of every contender, one entry per round: seconds["dilated", "forward"][round]."""
+    """Hold the seconds of every phase of every contender, one entry per round: seconds["dilated", "forward"][round].
+
+    `matmul_size` is the side of the square matrices whose product runs in every round too.
+    """
 
     seconds: dict[tuple[str, str], list[float]]
     matmul_size: int
@@ -100,8 +103,8 @@ def interleave(
     Each round has another order: what runs before a contender leaves memory and caches as it used them.
 
     Args:
-        contenders: a phase's time counts from the contender's start.
-        dtype: dtype of the matrix product.
+        contenders: what to time, by name. The seconds of a phase include the contender's earlier phases.
+        dtype: dtype of the matrix product that runs in every round too.
         least, most: bounds on the number of rounds. The first round is a warm-up, unless it takes a tenth of `seconds`.
     """
     size = 1536 if device.type == "cpu" else 8192
@@ -155,7 +158,7 @@ def fused_calls(call: Callable[[], object]) -> int:
 def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = False) -> int | None:
     """Return the bytes that a call adds at its peak to q, k and v, with its output.
 
-    They are measured in a new process, from the most memory that it ever held: resident on the CPU, allocated on a GPU.
+    They are measured in a new process, as the growth of its peak memory: resident on the CPU, allocated on a GPU.
     None if the system does not say.
     """
     request = {"case": case.parameters, "device": str(device), "backward": backward}
@@ -169,7 +172,8 @@ def in_new_process(
     """Return what `python -m module REQUEST` prints, JSON on its last line.
 
     Args:
-        limit: a command in front of Python. launcher: a module that runs modules, with its options.
+        limit: a command that starts Python, such as `rank_processes.limited`; empty for none.
+        launcher: a module that runs modules, such as torchrun's, with its options; empty for none.
         more: variables of the environment.
     """
     process = subprocess.run(
@@ -241,7 +245,7 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def refusal(needs: Sequence[tuple[Case, bool]], device: torch.device) -> str | None:
-    """Return why the cases cannot be held at once, with the figure; None if they can.
+    """Return why the cases cannot be held at once, with the figure; None if they can, or if the system does not say.
 
     Each case comes with whether it runs a backward.
     """

@@ -38,7 +38,8 @@ MARKERS = "osv^Dx"
 
 @dataclass(frozen=True)
 class Series:
-    """Hold one line of points, or one bar for each group: `x` are numbers, or the names of the groups."""
+    """Hold one line of points, or one bar for each group: `x` are numbers, or the names of the groups. With `is_ours`
+    it is blue and a line is solid; otherwise it is grey and a line is dashed."""
 
     label: str
     x: Sequence[float | str]
@@ -48,7 +49,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """Describe a pair of axes. `kind`: "lines" or "bars". `settings`: for `Axes.set`. `level`: a horizontal line."""
+    """Describe a pair of axes.
+
+    Attributes:
+        kind: "lines" or "bars".
+        settings: for `Axes.set`.
+        level: for bars, the y of a horizontal line.
+        diagonal: for lines, whether to draw y = x.
+    """
 
     kind: str
     series: Sequence[Series]
@@ -229,7 +237,10 @@ def dense(results: Path) -> list[Panel]:
 
 
 def _by_machine(results: Path, name: str, label: str, **wanted: Any) -> Panel:
-    """Return a panel with the figure called `name` on every machine, in two dtypes. `label`: for the axis."""
+    """Return a panel of bars: the figure called `name` in float32 and bfloat16 on every machine.
+
+    label: what is timed, for the y axis. wanted: further parameters that the rows must have.
+    """
     series = []
     for dtype in ("float32", "bfloat16"):
         values: dict[str, float] = {}
@@ -297,7 +308,8 @@ def recall(results: Path) -> list[Panel]:
 
 
 def text(results: Path) -> list[Panel]:
-    """Chart held-out text after equal steps and equal time: means over the seeds that all models of a case have."""
+    """Chart the bits per byte of held-out text, after equal steps and after equal time: means over the seeds that were
+    run for all models."""
     cases = (
         ("8,192 bytes,\nequal steps", ZEN3, "equal steps", {"seq_len": 8192}),
         ("32,768 bytes,\nequal steps", ZEN4, "equal steps", {"seq_len": 32768, "window": 3584}),

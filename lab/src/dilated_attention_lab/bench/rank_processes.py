@@ -54,7 +54,7 @@ def _free_port() -> int:
 
 
 def limited(megabits: int) -> list[str]:
-    """Return a command that runs another one in a new network namespace, whose link has this rate."""
+    """Return a command that runs another one in a new network namespace, over a link of `megabits` Mbit/s."""
     slower = f"tc qdisc add dev lo root tbf rate {megabits}mbit burst 256kb latency 1s"
     script = f'ip link set lo up && {slower} && exec "$@"'
     return ["unshare", "--map-root-user", "--net", "sh", "-c", script, "sh"]
@@ -106,7 +106,8 @@ def _tensors(case: Case) -> list[torch.Tensor]:
 
 
 def _scaling(case: Case, rounds: int) -> dict[str, Any]:
-    """Time a forward and backward of the same sequence on rank 0 alone, on all ranks, and on all without waiting."""
+    """Time a forward and backward of the same sequence on rank 0 alone, on all ranks, and on all ranks without the
+    seconds that a rank waits for others' rows. Return each one's seconds in every round, by name."""
     mesh, tensors = dist.group.WORLD, _tensors(case)
     assert mesh is not None
     alone = _training_step(case, tensors, None)
@@ -114,7 +115,7 @@ def _scaling(case: Case, rounds: int) -> dict[str, Any]:
     link = link_of(mesh)
 
     def compute() -> float:
-        """Measure without the seconds that the rank waits for others' rows."""
+        """Run `shared`, and return its seconds without those that the rank waits for others' rows."""
         link.traffic = Traffic()
         begin = time.perf_counter()
         shared()
@@ -127,7 +128,8 @@ def _scaling(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _single(case: Case, rounds: int) -> dict[str, Any]:
-    """Time a forward and backward over a mesh of one rank, and without a mesh."""
+    """Time a forward and backward over a mesh of one rank, and without a mesh. Return each one's seconds in every
+    round, and how many `transfers` the mesh has started, which should be none."""
     mesh, tensors = dist.group.WORLD, _tensors(case)
     assert mesh is not None
     samples = _interleave(
@@ -137,7 +139,11 @@ def _single(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _overlap(case: Case, rounds: int) -> dict[str, Any]:
-    """Time a forward with its exchange hidden, waited for where it starts, and left out; and the exchange alone."""
+    """Time a forward with its exchange of rows overlapped, not overlapped, and left out; and the exchange alone.
+
+    Not overlapped: each transfer is waited for where it starts. Return each one's seconds in every round, and the
+    `bytes` and `messages` that the rank sends in one forward.
+    """
     mesh = dist.group.WORLD
     assert mesh is not None
     q, k, v = (shard_sequence(x, mesh) for x in _tensors(case)[:3])
@@ -165,7 +171,8 @@ def _overlap(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _ring(case: Case, rounds: int) -> dict[str, Any]:
-    """Time a forward, and a forward and backward, on all ranks; compare the output with one process's."""
+    """Time a forward, and a forward and backward, on all ranks. Return each one's seconds in every round, and the
+    largest absolute `difference` between the output and one process's."""
     mesh, tensors = dist.group.WORLD, _tensors(case)
     assert mesh is not None
     shards = [shard_sequence(x, mesh) for x in tensors]

@@ -88,7 +88,10 @@ def commit() -> str | None:
 
 
 class Recorder:
-    """Write the rows of one suite; if the folder cannot be written, print them to standard output."""
+    """Write the rows of one suite; if the folder cannot be written, print them to standard output.
+
+    Rows that the file already holds stay. A new row replaces the one with the same name and parameters.
+    """
 
     def __init__(self, folder: Path, suite: str, device: torch.device) -> None:
         self.path = folder / device_folder(device) / f"{suite}.jsonl"

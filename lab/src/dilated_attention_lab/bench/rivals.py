@@ -20,7 +20,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def flex(layout: BlockLayout) -> Call:
-    """Return a call of compiled FlexAttention."""
+    """Return a function of q, k and v `(1, seq, heads, head_dim)` that calls compiled FlexAttention."""
     if layout.seq_len % layout.q_block or layout.seq_len % layout.k_block:
         raise ValueError(f"method='flex' needs whole blocks of {layout.block_size}; got seq_len={layout.seq_len}")
     mask_on = cache(block_mask(layout).to)
@@ -61,7 +61,7 @@ def _not_future(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tens
 
 
 def mask(layout: BlockLayout) -> Call:
-    """Return a call of `scaled_dot_product_attention` with a boolean mask of all pairs."""
+    """Return a function of q, k and v that calls `scaled_dot_product_attention` with a boolean mask of all pairs."""
     pairs_on = cache(layout.dense_mask().to)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -72,7 +72,8 @@ def mask(layout: BlockLayout) -> Call:
 
 
 def gather(layout: BlockLayout) -> Call:
-    """Return a call that gathers the key blocks of each block row, padded to the longest row, for one masked call."""
+    """Return a function of q, k and v that gathers the key blocks of each query block, padded to the longest list, for
+    one masked call of `scaled_dot_product_attention`."""
     if layout.seq_len % layout.q_block or layout.seq_len % layout.k_block:
         raise ValueError(f"method='gather' needs whole blocks of {layout.block_size}; got seq_len={layout.seq_len}")
     counts, rows = layout.counts[0, 0], layout.query_blocks
@@ -100,7 +101,8 @@ def gather(layout: BlockLayout) -> Call:
 
 
 def sparse(layout: BlockLayout) -> Call:
-    """Return a call of torch.sparse per head: `sampled_addmm` on CSR, `softmax` on COO (CSR has none), `mm` on CSR."""
+    """Return a function of q, k and v that runs torch.sparse for each head: `sampled_addmm` on CSR, `softmax` on COO
+    (CSR has none), `mm` on CSR."""
     pairs = layout.dense_mask()[0, 0]
     crow = F.pad(pairs.sum(1).cumsum(0), (1, 0))
     at = pairs.nonzero().T.contiguous()

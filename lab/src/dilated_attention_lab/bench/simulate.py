@@ -74,7 +74,7 @@ class World:
         return 2 * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
 
     def plan(self, transport: str | None = None) -> ExchangePlan:
-        """Return what the last rank moves, in closed form."""
+        """Return what the last rank sends and receives, by closed formulas. `transport`: None takes the world's own."""
         return exchange_plan(
             self.pattern,
             self.seq_len,
@@ -109,7 +109,10 @@ class World:
         }
 
     def flops(self, dense: bool = False) -> float:
-        """Return the operations of the last rank's forward, about 4 head_dim per score entry."""
+        """Return the floating-point operations of the last rank's forward, about 4 head_dim per score entry.
+
+        dense: count dense attention over the whole sequence instead of the pattern.
+        """
         pattern = Dilated((self.seq_len,), (1,)) if dense else self.pattern
         entries = 0.0
         for segment, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
@@ -126,7 +129,8 @@ class Rehearsal:
     Attributes:
         transport: the transport that served the call.
         forward, backward: measured seconds of compute, one per round.
-        sent, received, messages, rounds: counted in the forward; returned: bytes sent in the backward.
+        sent, received: bytes in the forward. messages: those received in it. returned: bytes sent in the backward.
+        rounds: collectives, and batches of sends and receives that are posted together, in the forward.
         peak_bytes: measured: what the call added to its inputs; None if the system does not say, or if several worlds
             ran in one process.
     """

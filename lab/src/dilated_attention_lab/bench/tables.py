@@ -30,7 +30,10 @@ SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of r
 
 
 def render(text: str, results: Path) -> str:
-    """Return the document with every span rewritten. Raises a ValueError that names a span whose rows are missing."""
+    """Return the document with every span, the text between a pair of comments, written anew from the results.
+
+    Raises a ValueError that names a span whose rows are missing.
+    """
 
     def fill(span: re.Match[str]) -> str:
         rows, words = list(_rows(span["request"], results)), shlex.split(span["request"])

@@ -47,7 +47,10 @@ ARGUMENTS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Parse the options of a command, which are added at the first parse."""
+    """Parse the options of a command, which are added at the first parse.
+
+    command: the name of the command, whose module adds them; empty for the parser of all commands.
+    """
 
     def __init__(self, *arguments: Any, command: str = "", **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -80,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def options(self) -> dict[str, str]:
-        """Return the option for each name that an error may give to an argument."""
+        """Return, for each argument name that an error of the library may contain, the option that sets it."""
         self.complete()
         names = {action.dest: action.option_strings[-1] for action in self._actions if action.option_strings}
         return names | {name: option for name, option in ARGUMENTS.items() if option in names.values()}

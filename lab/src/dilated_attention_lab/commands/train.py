@@ -89,13 +89,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _kept(parser: Any, name: str, kind: Callable[[str], Any], text: str) -> None:
-    """Add an option that --resume takes from the run if it is not given."""
+    """Add an option that is None in the namespace unless given; `chosen_options` then takes the value that the resumed
+    run stored, or else the default in `OPTIONS`."""
     help_text = f"{text} (default: {OPTIONS[name.replace('-', '_')]})"
     parser.add_argument(f"--{name}", type=kind, help=help_text, metavar=name.upper())
 
 
 def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: str) -> None:
-    """Add an option that the namespace holds only if given: --resume takes the others from the checkpoint."""
+    """Add an option that the namespace holds, as `field`, only if given: --resume takes others from the checkpoint."""
     if DEFAULTS.get(field) is not None:
         text += f" (default: {DEFAULTS[field]})"
     metavar = {int: "N", seed: "N", float: "X", str: "NAME"}.get(kind, "N,N,...")
@@ -130,7 +131,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequence[int] | None = None) -> int:
-    """Train, and return the exit code. With several processes, each of them runs this."""
+    """Train, and return the exit code. With several processes, each of them runs this.
+
+    watch, received: the watch over all processes, and the list of `noted_signals`; None for one process.
+    """
     given = vars(options)
     model: dict[str, Any] = {
         name: given[name] for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads") if name in given
@@ -173,7 +177,10 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
 def _connect(
     options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch | None, continues: bool
 ) -> Ranks | None:
-    """Connect the processes of a run after checking that their options and versions agree; None for one process."""
+    """Connect the processes of a run after checking that their options and versions agree; None for one process.
+
+    kept: what `session.chosen_options` returned. continues: whether this resumes a run.
+    """
     if watch is None and options.context_parallel == 1:
         return None
     require_divisor(options.context_parallel, 1 if watch is None else watch.size)

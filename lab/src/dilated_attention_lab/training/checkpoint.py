@@ -32,7 +32,10 @@ INDEX = "index.json"
 
 
 class Peers(Protocol):
-    """The processes that write or read a checkpoint together, in the same order of calls."""
+    """The processes that write or read a checkpoint together. Each makes the same calls in the same order.
+
+    An implementation gives this process's `rank`, from 0 to `size` - 1, and exchanges values among all processes.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -42,7 +45,7 @@ class Peers(Protocol):
         """Return the greatest of all ranks' values, on every rank."""
 
     def gathered(self, value: bytes) -> list[bytes]:
-        """Return all ranks' values, which have the same length, on every rank."""
+        """Return all ranks' values, which have the same length, in the order of ranks, on every rank."""
 
 
 class Alone:
@@ -101,7 +104,10 @@ class Checkpoint:
     tensors: Mapping[str, tuple[tuple[int, ...], tuple[tuple[str, int, int], ...]]]
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> None:
-        """Raise ValueError unless the tensors whose names begin with `prefix` have exactly these names and shapes."""
+        """Raise ValueError unless the tensors whose names begin with `prefix` have exactly these names and shapes.
+
+        The names in `shapes` include the prefix.
+        """
         there = {name: shards for name, shards in self.tensors.items() if name.startswith(prefix)}
         storage.require_names(shapes, there, str(self.path))
         for name, shape in shapes.items():
@@ -109,7 +115,7 @@ class Checkpoint:
                 raise ValueError(f"{self.path}: {name} has shape {self.tensors[name][0]}, expected {shape}")
 
     def read(self, pieces: Mapping[str, Piece], prefix: str = "") -> None:
-        """Fill the pieces' tensors, which must be all whose names begin with `prefix`.
+        """Fill the tensors of `pieces`, whose names must be all those that begin with `prefix`, prefix included.
 
         Raises ValueError if the names, a shape or a dtype differ from the checkpoint's.
         """
@@ -126,7 +132,11 @@ class Checkpoint:
 
 
 def _copy(opened: Any, where: str, name: str, first: int, rows: int, piece: Piece) -> None:
-    """Copy the rows of a shard that lie in the piece."""
+    """Copy the rows of a shard that lie in the piece.
+
+    opened: the open file. where: names file and tensor in an error. first, rows: the first row of the shard, and how
+    many it has.
+    """
     stored = opened.get_slice(name)
     shape = (rows, *piece.shape[1:]) if piece.shape else ()
     if tuple(stored.get_shape()) != shape:
@@ -198,7 +208,10 @@ def _write_index(
 
 
 def _shards(folder: Path, files: Mapping[str, str]) -> dict[str, list[tuple[str, int, int]]]:
-    """Return, for each tensor, the files that hold some of it, in the order of the ranks and so of the rows."""
+    """Return the shards of each tensor, (file, first row, number of rows), in the order of ranks and so of rows.
+
+    files: the names of the shard files, as keys.
+    """
     found: dict[str, list[tuple[str, int, int]]] = {}
     for name in files:
         with storage.open_tensors(folder / name) as opened:
@@ -218,7 +231,10 @@ def _remove(folder: Path, numbers: list[int]) -> None:
 
 @contextmanager
 def _together(peers: Peers, path: Path) -> Iterator[None]:
-    """Raise an error on every rank if the `with` block raises an OSError or ValueError on one of them."""
+    """Raise an error on every rank if the `with` block raises an OSError or ValueError on one of them.
+
+    On the other ranks it is an OSError that names `path`.
+    """
     found: OSError | ValueError | None = None
     try:
         yield
@@ -294,7 +310,10 @@ def _opened(path: Path) -> Checkpoint:
 
 
 def _stored(name: str, entry: Any, files: set[str]) -> Any:
-    """Return the shape and the shards of a tensor. Raises an error unless the shards hold all rows in order."""
+    """Return the shape and the shards of a tensor from its entry in the index.
+
+    Raises an error unless the shards are in `files` and hold all rows in order.
+    """
     shape, shards = tuple(entry["shape"]), tuple((file, first, rows) for file, first, rows in entry["shards"])
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"tensors: {name}: shape={shape}: must be sizes")

@@ -207,7 +207,10 @@ def train(console: Console, model: NgramLM, split: Split, seconds: float, seed: 
 
 @torch.no_grad()
 def bits_per_byte(model: LongNetLM, windows: Int[Tensor, "windows bytes"], context: int) -> float:
-    """Return bits per byte over the last `SCORED` bytes of each window, given `context` to 1.25 `context` bytes."""
+    """Return bits per byte over the last `SCORED` bytes of each window.
+
+    The model sees `context` to 1.25 `context` bytes before each of them, or fewer where the window begins later.
+    """
     bits = []
     stretch = min(SCORED, max(1, context // 4))
     before = min(context, windows.shape[1] - 1 - SCORED)

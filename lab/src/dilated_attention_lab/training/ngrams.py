@@ -81,7 +81,7 @@ def _count(grams: Numbers) -> _Counts:
 
 
 def _looked_up(keys: Numbers, values: Numbers, wanted: Numbers) -> Numbers:
-    """Return the value of each wanted key, or 0 if there is none."""
+    """Return the value of each wanted key, or 0 if `keys`, which are sorted, do not contain it."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
 

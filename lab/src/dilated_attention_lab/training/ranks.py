@@ -107,7 +107,7 @@ class Ranks:
         return int(tensor.item())
 
     def gathered(self, value: bytes) -> list[bytes]:
-        """Return all ranks' values, which have the same length, on every rank."""
+        """Return all ranks' values, which have the same length, in the order of ranks, on every rank."""
         mine = torch.tensor(list(value), dtype=torch.uint8, device=self.mesh.device_type)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine)
@@ -124,7 +124,7 @@ class Ranks:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return how many ranks share the samples of a batch, and how many share a sequence."""
+        """Return how many ranks share the samples of a batch (`data`), and how many share a sequence (`context`)."""
         return {"data": self.data, "context": self.mesh["context"].size()}
 
     def whole(self, tensor: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def pattern(tokens: int) -> Dilated:
 
 
 def config(pattern: Dilated | Window | None) -> LongNetConfig:
-    """Return a configuration without positions.
+    """Return a configuration without positions. `pattern`: None for dense attention.
 
     The answer depends on which tokens occur, not where, and a sequence may be longer than those in training.
     """
@@ -77,7 +77,7 @@ def window_reach(window: int) -> int:
 
 
 def models(tokens: int, seed: int, device: torch.device) -> dict[str, LongNetLM]:
-    """Return a model with dilated attention, and one with the same weights and a local window of equal cost."""
+    """Return two models with the same weights: "dilated", and "window" with a local window of equal cost."""
     found = {}
     for name, chosen in (("dilated", pattern(tokens)), ("window", Window(window_of_equal_cost(tokens) - 1))):
         torch.manual_seed(seed)

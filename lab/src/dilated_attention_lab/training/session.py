@@ -63,6 +63,8 @@ def start(
     replace, unless `overwrite`.
 
     Args:
+        paths: as in `read_text`.
+        model, recipe: arguments of `LongNetConfig` and `Recipe`. Without `pattern`, `default_pattern` makes it.
         options: the options to store, for `chosen_options` of a process that resumes the run.
     """
     if saved(out) and not overwrite:
@@ -130,10 +132,11 @@ def resume(
     backend: str = "auto",
     ranks: Ranks | None = None,
 ) -> Training:
-    """Continue the run in `out` with its own configuration, recipe and text. Any that are given must agree, except that
-    `steps` may be larger: the learning rate then follows the schedule of the larger number.
+    """Continue the run in `out` with its own configuration, recipe and text. The number of ranks may differ.
 
-    The number of ranks may differ from before.
+    `model` and `recipe` hold only the arguments of `LongNetConfig` and `Recipe` that were given; empty `paths` read the
+    run's own. What is given must agree, except that `steps` may be larger: the learning rate then follows the schedule
+    of the larger number.
     """
     stored, about = read_checkpoint(_checkpoint(out), ranks)
     longer = Recipe(**{**dataclasses.asdict(about.recipe), "steps": recipe.get("steps", about.recipe.steps)})
@@ -154,7 +157,8 @@ def resume(
 
 
 def _agree(ranks: Ranks | None, config: LongNetConfig, recipe: Recipe, text: Text, finished_steps: int) -> None:
-    """Raise ValueError on every rank unless all train the same model by the same recipe on the same text."""
+    """Raise ValueError on every rank unless all train the same model by the same recipe on the same text, and resume
+    after the same number of steps. Without `ranks`, do nothing."""
     if ranks is not None:
         fields = dataclasses.asdict(config) | dataclasses.asdict(recipe)
         ranks.watch.agree({"text": f"sha256 {text.digest[:16]}", **fields, "finished_steps": finished_steps})
@@ -162,7 +166,7 @@ def _agree(ranks: Ranks | None, config: LongNetConfig, recipe: Recipe, text: Tex
 
 def chosen_options(out: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options named in `OPTIONS`: each as `given`; if that is None, as the run in `out` has stored it, else
-    its default."""
+    its default. `out` is None for a new run."""
     before: dict[str, Any] = {}
     if out is not None and (path := out / "options.json").exists():
         try:
@@ -203,7 +207,9 @@ def run(
     Raises FloatingPointError if a loss, or the result on held-out text, is not finite.
 
     Args:
-        received: the list of an enclosing `noted_signals`.
+        save_every: steps between checkpoints. keep: older checkpoints to keep.
+        sample_bytes: bytes of sample text to write at the end; 0 for no sample.
+        received: the list of an enclosing `noted_signals`; None to note signals here.
     """
     console.print(forecast(training), highlight=False, soft_wrap=True)
     with noted_signals() if received is None else nullcontext(received) as received:
@@ -316,7 +322,8 @@ def write_sample(training: Training, model: LongNetLM, length: int) -> str:
 
 
 def _quantiles(training: Training) -> dict[str, float]:
-    """Return p10, median and p90 of the steps' tokens/s, without the first step, which allocates and plans."""
+    """Return p10, median and p90 of the steps' tokens/s, without the first step, which allocates and plans, unless it
+    is the only one."""
     tokens = training.recipe.batch_size * training.recipe.context
     rates = sorted(tokens / seconds for seconds in training.seconds[1:] or training.seconds)
     last = len(rates) - 1

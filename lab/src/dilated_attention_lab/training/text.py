@@ -21,7 +21,12 @@ HELD_OUT_EVERY = 20
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Hold the bytes of one or more files, one after another in the order of their paths."""
+    """Hold the bytes of one or more files, one after another in the order of their paths.
+
+    Attributes:
+        files: number of files. skipped: number of files in folders that were left out because they are binary.
+        paths: the files and folders that were read; empty for the standard library.
+    """
 
     content: UInt8[Tensor, " bytes"]
     files: int

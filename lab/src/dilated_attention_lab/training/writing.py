@@ -45,7 +45,8 @@ def write(
 ) -> Iterator[str]:
     """Return an iterator over `length` sampled bytes after `prompt`, as readable text, one character at a time.
 
-    The prompt is read, and wrong arguments raise ValueError, in this call, before the iterator is used.
+    The prompt is read, and wrong arguments raise ValueError, in this call, before the iterator is used. temperature,
+    top_k, top_p: as in `dilated_attention.models.sample`.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)

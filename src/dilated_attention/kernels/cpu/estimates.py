@@ -35,7 +35,8 @@ class _Estimate(ctypes.Structure):
 
 @cache
 def _compiled() -> tuple[Callable[..., int], int] | None:
-    """Return the library's function and the number of the instruction set; None if there is no library or no set."""
+    """Return the library's `dilated_attention_estimate` and the number of this machine's instruction set; None without
+    a library or such a set."""
     library = build.loaded()
     if library is None:
         return None
@@ -70,7 +71,8 @@ def means(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
 def extremes(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
     """Return the greatest values of the components of x in each interval of tokens, followed by the least values.
 
-    Arguments are as in `means`; the result is float32 `(batch, intervals, heads, 2 * head_dim)`.
+    Arguments are as in `means`; the result is float32 `(batch, intervals, heads, 2 * head_dim)`. In an empty interval
+    the greatest are -inf and the least inf.
     """
     return _of_intervals(1, x, starts, stops, 2 * x.shape[3])
 
@@ -91,7 +93,8 @@ def peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor
     Returns:
         keys: float32 `(batch, blocks, number + 1, heads, head_dim)`, the mean last; 0 for keys that do not exist.
         scores: float32 `(batch, blocks, heads, number)`, descending; -inf for keys that do not exist.
-        tokens: int64 `(batch, blocks, heads, number)`, the positions of these keys in the sequence.
+        tokens: int64 `(batch, blocks, heads, number)`, the positions of these keys in the sequence; the block's first
+            for keys that do not exist.
     """
     columns, heads = -(-k.shape[1] // block), direction.shape[2]
     direction = direction.contiguous()
@@ -118,21 +121,24 @@ def shares(
     listed: Tensor | None = None,
     tile: int = 0,
 ) -> Tensor:
-    """Return the share of each row's softmax that falls on each column's keys, `(batch, heads, rows, columns)`.
+    """Return the share of each row's softmax that falls on each column's keys.
 
-    A row has `parts` queries, whose shares are averaged with weights. A column has `peaks` keys.
+    The result is float32 `(batch, heads, rows, columns)`. A row has `parts` queries, whose shares are averaged with
+    weights. A column has `peaks` keys.
 
     Args:
         q: `(batch, rows * parts * joined, heads, head_dim)`; k: `(batch, columns * peaks * joined, kv_heads,
             head_dim)`; tokens that are missing at the end count as zeros.
         weight: float32 `(rows, parts)`, the weight of each query in its row's share.
         seen: int64 `(rows, parts)`: each query sees this many keys, counted from the first.
-        first_key: `(batch, 1, kv_heads, head_dim)`, in place of k[:, :1]: another token of the tensor that k views. Not
+        first_key: `(batch, 1, kv_heads, head_dim)`, used in place of k[:, :1]. Both must be views of one tensor. Not
             with `joined` or `listed`.
-        logarithm: float32 `(columns, peaks)`, added to the scores.
+        logarithm: float32 `(columns, peaks)`, added to the scores of each key.
         joined: how many tokens are concatenated into one query (in reverse order), and into one key.
-        listed: int64 `(batch, heads, tiles, columns)`, ascending: the only columns that `tile` neighbouring rows see.
-            The last dimension of the result then counts these.
+        scale: factor of q kᵀ.
+        listed: int64 `(batch, heads, tiles, columns)`: for each tile, which is `tile` neighbouring rows, the only
+            columns of k that it sees, ascending; a query sees those that lie wholly within its `seen`. `columns` then
+            counts listed columns, here and in the result, and k may have more.
     """
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
@@ -146,9 +152,10 @@ def shares(
 
 
 def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: int) -> Tensor:
-    """Return the summed weight of each block's tokens in each bucket, `(batch, heads, blocks, hashes * buckets)`.
+    """Return the summed weight of each block's tokens in each bucket of each hash.
 
-    Bit i of a token's bucket in a hash says whether its product with plane i of the hash exceeds `level`.
+    A hash has `num_bits` planes and 2 ** num_bits buckets. Bit i of a token's bucket says whether the token's product
+    with plane i of the hash exceeds `level`. The result is float32 `(batch, heads, blocks, hashes * buckets)`.
 
     Args:
         x: `(batch, blocks * tokens, heads, head_dim)`.
@@ -166,10 +173,11 @@ def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: 
 
 
 class Rows(NamedTuple):
-    """Hold, for each row, the columns that it always lists, `starts` to `stops` - 1, and how many columns, counted from
-    the first, it may choose among, `choices`.
+    """Hold which columns each row always lists, and among which it may choose. All are int64 `(all rows,)`, contiguous.
 
-    All are int64 `(all rows,)`, contiguous.
+    Attributes:
+        starts, stops: a row always lists the columns starts to stops - 1.
+        choices: how many columns, counted from the first, it may choose among.
     """
 
     starts: Tensor
@@ -180,14 +188,20 @@ class Rows(NamedTuple):
 def forecast(
     share: Tensor, seen: Tensor, sampled: Tensor, counts: Tensor, rows: Rows, at: slice, held: Tensor, rate: float
 ) -> None:
-    """Mix shares with two other forecasts, in place (routing/forecast.py).
+    """Replace the shares of each row, in place, by a weighted mean of three forecasts (routing/forecast.py).
+
+    They are the shares themselves, the shares moved on by one column, and the mean of what earlier sampled rows have
+    seen at each distance from the last column that a row may choose. Each is scaled to a sum of 1. Dimension `lists`
+    runs over the heads that choose columns for themselves.
 
     Args:
         share: float32 `(batch, lists, some rows, columns)`, contiguous, of the rows `at`.
         seen: float32 `(batch, lists, sampled rows, columns)`, contiguous: measured shares of the rows `sampled`.
         sampled: int64, ascending row numbers.
         counts: int64 `(batch, lists, some rows)`, how many columns each row lists.
-        held: float32 `(batch, lists, 3)`, the measured share on each forecast's lists so far; updated.
+        at: the slice of all rows that `share` and `counts` hold.
+        held: float32 `(batch, lists, 3)`, for each forecast: the measured share of the columns that a row would list by
+            it alone, summed over the sampled rows so far, plus the initial value that the caller gave. Updated.
         rate: a forecast's weight is proportional to exp(rate * held).
     """
     fields = {"counts": counts.contiguous(), "sampled": sampled, "values": held, "scale": rate}
@@ -195,7 +209,9 @@ def forecast(
 
 
 def largest(share: Tensor, counts: Tensor, rows: Rows, at: slice, offsets: Tensor, indices: Tensor) -> None:
-    """Write to `indices` the columns with the `counts` largest shares of each row, ascending; in a tie, the first ones.
+    """Write to `indices`, int64, the `counts` columns that each row lists, ascending.
+
+    These are the columns that the row always lists, then those with the largest shares; in a tie, the first ones.
 
     Args:
         share, counts, at: as in `forecast`.

@@ -128,7 +128,7 @@ def far_rows(device: torch.device) -> Iterator[Row]:
 
 
 def last_rows(case: Case, last: int, device: torch.device) -> Iterator[Row]:
-    """Check that the `last` tokens, which form whole segments, get the same numbers with the others and alone."""
+    """Check that the `last` tokens, which form whole segments, get the same results in the whole call and alone."""
     inputs = [*case.inputs(device)[0], case.inputs(device)[0][0]]
     elements = f"{case.seq_len * case.heads * case.head_dim / 2**31:.2f} x 2^31 elements"
     few = [x[:, -last:].clone() for x in inputs]

@@ -31,7 +31,7 @@ OF_LISTS = [(own, loop, warps, stages) for own, loop, warps in ((128, 128, 8), (
 
 @contextmanager
 def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> Iterator[None]:
-    """Use other tiles than those that ship for the kernels of a case, in the `with` block."""
+    """Use `shape` instead of the tiles that ship, for this kernel in the calls of a case, in the `with` block."""
     architecture, key = ARCHITECTURES[triton.architecture(device)], (kernel, getattr(torch, case.dtype).itemsize)
     has_lists = case.method == "block-sparse" and key in architecture.of_lists
     shapes = architecture.of_lists if has_lists else architecture.shapes
@@ -58,7 +58,7 @@ def tiled(kernel: Kernel, case: Case, device: torch.device) -> tuple[dict[str, C
 
 
 def compiled(kernel: Kernel, case: Case, device: torch.device) -> Iterator[Row]:
-    """Count how many shapes compile, with the fewest tokens and heads that need them.
+    """Count the tile shapes with which a kernel compiles and runs, on a case cut to few tokens and, if dilated, heads.
 
     This leaves the compiled kernels in Triton's cache.
     """
@@ -69,7 +69,10 @@ def compiled(kernel: Kernel, case: Case, device: torch.device) -> Iterator[Row]:
 
 
 def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    """Yield the time of a whole call with each tile shape of this kernel; the fastest goes into configurations.py."""
+    """Yield the time of a whole call with each tile shape of this kernel; the fastest goes into configurations.py.
+
+    budget: about how many seconds all rounds take.
+    """
     contenders, refused = tiled(kernel, case, device)
     phase, (shipped, *_) = "forward" if kernel == "forward" else "forward+backward", contenders
     rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))

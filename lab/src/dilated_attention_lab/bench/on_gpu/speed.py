@@ -32,7 +32,8 @@ DENSE = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 
 
 def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: bool = False) -> Contender:
-    """Return a dense call of PyTorch with a given kernel, on `(batch, heads, seq, head_dim)`."""
+    """Return a dense call of PyTorch with a given kernel, on `(batch, heads, seq, head_dim)`: the phase `forward` and,
+    with `backward`, the phase `forward+backward`."""
     rows_in_place = replace(case, method="dense calls", segment_lengths=(case.seq_len,), dilation_rates=(1,))
     return under(partial(sdpa_kernel, kernel), rows_in_place.contender(device, backward=backward))
 
@@ -57,7 +58,7 @@ def dense_makers(case: Case, device: torch.device, *, backward: bool) -> Makers:
 
 
 def serving(makers: Makers) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return the contenders that run, each tried once; and why the others do not."""
+    """Call each of `makers`, and run its contender once. Return those that run, and why the others do not."""
     found, refused = {}, {}
     for name, make in makers.items():
         try:
@@ -83,7 +84,11 @@ def backward_alone(rounds: Rounds, name: str) -> Spread:
 
 
 def speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Iterator[Row]:
-    """Yield the rates of every backend, and of dense kernels of equal work, in the same rounds."""
+    """Compare the backends `names` with dense kernels of equal work, in the same rounds, for about `budget` seconds.
+
+    Yield for each the rate of a matrix product divided by its rate of useful work, then triton's time per score entry
+    over the best dense kernel's.
+    """
     even = equal_work(case)
     makers = {name: partial(replace(case, backend=name).contender, device, backward=True) for name in names}
     contenders, refused = serving({**makers, **dense_makers(even, device, backward=True)})
@@ -119,7 +124,10 @@ def _reasons(refused: Mapping[str, str]) -> str:
 
 
 def block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool) -> Iterator[Row]:
-    """Compare with FlexAttention on the same blocks, or with dense kernels over the whole sequence."""
+    """Compare triton's forward with FlexAttention on the same blocks (`flex`), or with dense kernels over all tokens.
+
+    budget: about how many seconds all rounds take.
+    """
     ours = {"triton": partial(case.contender, device)}
     if flex:
         rival = replace(case, method="flex", backend="auto")
@@ -136,7 +144,10 @@ def block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool)
 
 
 def small(device: torch.device, budget: float) -> Iterator[Row]:
-    """Time a short sequence, where calls on the host matter: eager, and as a CUDA graph."""
+    """Time a short sequence, where the overhead of the host matters, eager and as a CUDA graph, against dense kernels.
+
+    budget: about how many seconds all rounds take.
+    """
 
     def replayed() -> Contender:
         inputs, call = SMALL.inputs(device)[0], SMALL.prepare()
@@ -171,10 +182,12 @@ def against(
     most: int = 50,
 ) -> Iterator[Row]:
     """Compare the forward time of each contender in `ours` with the fastest of `rivals`, which rows call `title`.
+    Yield the time of every contender, then one ratio of times for each of `ours`.
 
     Args:
+        budget: about how many seconds all rounds take.
         bars: the largest allowed ratio of each contender in `ours`.
-        work: useful floating-point operations of each contender.
+        work: useful floating-point operations of each contender, for the GFLOP/s that its row records.
         most: the largest number of rounds.
     """
     contenders, refused = serving({**ours, **rivals})
@@ -197,7 +210,7 @@ def against(
 
 def threshold(device: torch.device, budget: float, case: Case = SMALL, lengths: Sequence[int] = SHORT) -> Iterator[Row]:
     """Find the least work (score entries x head_dim) from which triton is as fast as native at all lengths measured, in
-    the forward and with the backward."""
+    the forward and with the backward. `case` is measured at each of `lengths`, for about `budget` seconds each."""
     faster: list[tuple[int, bool]] = []
     for length in lengths:
         case = replace(case, seq_len=length)

@@ -44,7 +44,10 @@ def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, f
 def over(
     rounds: Rounds, name: str, other: str, phase: str, parameters: Mapping[str, Any], title: str = "", **more: Any
 ) -> Row:
-    """Return a row with the time of contender `name` divided by the time of `other`, in one phase."""
+    """Return a row with the time of contender `name` divided by the time of `other`, in one phase.
+
+    title: name of the row; if empty, it is made of `phase` and `other`. more: further fields of `Row`.
+    """
     times = {key: rounds.spread(key, phase) for key in (name, other)}
     title = title or f"{phase}: time over {other}"
     return Row.of(title, dict(parameters), rounds.ratio(name, other, phase), times=times, **more)

@@ -68,7 +68,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 
 def bar(kind: str | None, density: float) -> float:
-    """Return the largest allowed ratio of time to dense, for a layout's density."""
+    """Return the largest allowed ratio of time to dense attention's. kind, density: of the layout's blocks."""
     return 1.5 * density + 0.04 if kind == "random" else 1.25 * density + 0.02
 
 
@@ -95,7 +95,7 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
 
 
 def _over_rivals(case: Case, device: torch.device, budget: float, *names: Method, backward: bool = True) -> Step:
-    """Compare with other ways to run a layout.
+    """Compare with other ways to run a layout, the methods `names` of `Case`, for about `budget` seconds.
 
     FlexAttention has no backward on a CPU, so only its forward is compared there.
     """
@@ -240,8 +240,9 @@ def _not_measured(model: str, seq_len: int, heads: int, why: str) -> Iterator[Ro
 def _quality(
     model: str, found: activations.Heads, block_size: int, is_causal: bool, bars: Mapping[str, float]
 ) -> Iterator[Row]:
-    """Yield, by selector, the share of attention mass lost against the best lists of equal length (`captured`), and the
-    relative error of the output.
+    """Yield for each selector the attention mass that it loses, and the relative error of the output.
+
+    The mass lost is a share of what the best lists of equal length hold, 1 - `captured`.
 
     found: q, k, v of each layer. bars: bars for the mass lost, by selector.
     """

@@ -104,9 +104,10 @@ def _row(
     rounds: Rounds, name: str, case: Case, rival: str, phase: str, bars: Bars, flops: Mapping[str, float],
     density: float = 1.0,
 ) -> Row:  # fmt: skip
-    """Return a row: the time of contender `name` divided by `density` x the rival's, and by the native backend's.
+    """Return a row: the time of contender `name` divided by `density` x the time of contender `rival`.
 
-    flops: operations of a forward, by contender.
+    It also has the ratio to the native backend. bars: the largest allowed ratio, by dtype and phase, for each of
+    HEAD_DIMS. flops: operations of a forward, by contender.
     """
     bar = bars.get((TILES if cpu.in_tiles(getattr(torch, case.dtype)) else case.dtype, phase))
     factor = 1.0 if phase == "forward" else 3.5
@@ -122,7 +123,10 @@ def _row(
 
 
 def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
-    """Compare a dilated pattern with dense attention of the same score entries."""
+    """Compare a dilated pattern with dense attention of the same score entries, for about `budget` seconds.
+
+    rival: the method of `Case` that computes it, `dense` or `dense calls`.
+    """
     cases = {OURS: case, f"{OURS}, native": replace(case, backend="native"), rival: replace(case, method=rival)}
 
     def run() -> Iterator[Row]:
@@ -136,7 +140,10 @@ def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
 
 
 def _blocks(base: Case, budget: float) -> Step:
-    """Compare the time of blocks of 128 tokens with dense attention's time multiplied by their density."""
+    """Compare the time of blocks of 128 tokens with dense attention's time multiplied by their density.
+
+    base: the case to take all but the method and the blocks from. budget: about how many seconds all rounds take.
+    """
     sparse = {
         f"{blocks} {density:.0%}": replace(base, method="block-sparse", blocks=blocks, density=density)
         for blocks, density in LAYOUTS
@@ -164,14 +171,17 @@ def _over_native(cases: Sequence[Case], phases: Sequence[str], bar: float | None
 
 
 def _short_rows(dtype: str, budget: float) -> Step:
-    """Time segments so short that the overhead of a tile decides. The choice of `auto` rests on them."""
+    """Time segments so short that the overhead of a tile decides. The choice of `auto` rests on them.
+
+    budget: about how many seconds all rounds take.
+    """
     cases = [_short(replace(DILATED, seq_len=4096, dtype=dtype), rows) for rows in ROWS]
     phases = "forward", "forward+backward"
     return Step(f"short segments, {dtype}, over native", lambda: _over_native(cases, phases, None, budget))
 
 
 def _small(dtype: str, budget: float) -> Step:
-    """Time calls that are mostly the overhead of reaching the kernel."""
+    """Time calls that are mostly the overhead of reaching the kernel, for about `budget` seconds."""
     cases = [_short(replace(DILATED, seq_len=seq_len, dtype=dtype), seq_len) for seq_len in (64, 512)]
     return Step(f"small calls, {dtype}, over native", lambda: _over_native(cases, ("forward",), 0.8, budget))
 
@@ -188,7 +198,10 @@ def _high_precision() -> Iterator[None]:
 
 def _halves(case: Case, bar: float, budget: float) -> Step:
     """Compare float32 under `set_float32_matmul_precision("high")` with PyTorch's dense calls, and with this library's
-    kernels at the default precision."""
+    kernels at the default precision.
+
+    bar: the largest ratio to the dense calls. budget: about how many seconds all rounds take.
+    """
     cases = {OURS: case, "dense calls": replace(case, method="dense calls")}
 
     def run() -> Iterator[Row]:

@@ -49,7 +49,7 @@ class Machine:
 
 
 def steps(device: torch.device, part: int | None = None) -> list[Step]:
-    """Return one step per group. Raises ValueError without a GPU."""
+    """Return one step per group of jobs of `part`; None takes all parts. Raises ValueError without a GPU."""
     if device.type != "cuda":
         raise ValueError("the gpu suite needs a GPU: --device cuda")
     machine = Machine.of(device)

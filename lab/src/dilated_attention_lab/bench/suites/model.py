@@ -83,14 +83,17 @@ def slide_weights(layers: int) -> dict[str, Tensor]:
 
 
 def slide(tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random tiles of one slide, x and coords."""
+    """Return random tiles of one slide: x `(1, tiles, IN_CHANS)`, and coords `(1, tiles, 2)` in pixels, integers."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, tiles, IN_CHANS, generator=generator)
     return x.to(device), torch.randint(GRID * 256, (1, tiles, 2), generator=generator).to(device)
 
 
 def encoders(layers: int, tiles: int, device: torch.device) -> Mapping[str, Any]:
-    """Return two functions without arguments by name. Each computes the same embedding with a copy of the weights."""
+    """Return by name two functions without arguments, this library's slide encoder first, then the released algorithm.
+
+    Each embeds the same slide with its own copy of the same weights.
+    """
     x, coords = slide(tiles, device)
     return {OURS: _ours(layers, x, coords, device), RIVAL: _rival(layers, x, coords, device)}
 
@@ -133,7 +136,10 @@ def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iter
 def _compared(
     calls: Mapping[str, Any], name: str, parameters: Mapping[str, Any], bar: float, device: torch.device, budget: float
 ) -> Row:
-    """Return a row, called `name`, with the ratio of the first call's time to the second's."""
+    """Return a row, called `name`, with the ratio of the first call's time to the second's.
+
+    bar: the largest ratio. budget: about how many seconds all rounds take.
+    """
     contenders = {key: contender(call) for key, call in calls.items()}
     rounds = measure.interleave(contenders, seconds=budget, device=device, most=20)
     one, other = calls
@@ -198,7 +204,10 @@ def _ragged(tiles: tuple[int, ...], device: torch.device, budget: float) -> Iter
 
 
 def cache_at(config: LongNetConfig, position: int, room: int, device: torch.device) -> KeyValueCache:
-    """Return a cache after `position` tokens, with random values: the cost of a token does not depend on them."""
+    """Return a cache after `position` tokens, with space for `room` more.
+
+    Its values are random: the cost of a token does not depend on them.
+    """
     cache = KeyValueCache(config, 1, max_len=position + room, device=device)
     generator = torch.Generator(device).manual_seed(0)
     for layer in cache.layers:
@@ -257,7 +266,7 @@ def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]
 
 
 def _training(device: torch.device, count: int) -> Iterator[Row]:
-    """Train a small language model twice, dilated and dense, in turns, on the same bytes for the same steps."""
+    """Train a small language model twice, dilated and dense, in turns, on the same bytes for `count` steps each."""
     text = read_text([])
     recipe = Recipe(context=CONTEXT, steps=count)
     options: dict[str, Any] = {"embed_dim": 64, "num_layers": 2, "num_heads": 2}

@@ -71,7 +71,11 @@ def _shape(
     size: dict[str, int],
     bars: Mapping[str, float | None],
 ) -> Step:
-    """Compare the time of a model with its own attention, computed by this library and by `other` of transformers."""
+    """Compare the time of a model with its own attention, computed by this library and by `other` of transformers.
+
+    make, size: the function that makes the model, and its arguments.
+    bars: for each phase to time, the largest ratio or None.
+    """
 
     def run() -> Iterator[Row]:
         torch.manual_seed(0)
@@ -140,7 +144,8 @@ def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float |
 def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
     """Compare Gemma with chosen blocks in its layers without windows, and as it is: perplexity of a text, and time.
 
-    A query block's keys are chosen by all of its tokens, which its last token may know, and the others may not.
+    The choice for a query block depends on queries all over the block (`lookahead`). They are later than some of its
+    tokens, but not later than its last. So one figure is the perplexity of these last tokens alone.
     """
 
     def run() -> Iterator[Row]:
@@ -181,7 +186,8 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
 
 
 class _Prompt:
-    """Hold what the last forward over a prompt left: its hidden states, and the bytes that it took at its peak."""
+    """Hold what the last run of the contender `reads` left: the last layer's `states` `(seq, width)`, and the `bytes`
+    that the forward added at its peak, None if the system does not say."""
 
     def __init__(self) -> None:
         self.states = torch.empty(0)
@@ -209,6 +215,7 @@ def _last_logits(model: Any, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _nats(model: Any, states: Tensor, tokens: Tensor) -> Tensor:
-    """Return the cross entropy of every token after the first, computed in parts, since the vocabulary is large."""
+    """Return the cross entropy in nats of every token after the first, `(seq - 1)`, from the last layer's `states`
+    `(seq, width)` and `tokens` `(1, seq)`. It is computed in parts, since the vocabulary is large."""
     parts = zip(states[:-1].split(512), tokens[0, 1:].split(512), strict=True)
     return torch.cat([F.cross_entropy(model.lm_head(part), target, reduction="none") for part, target in parts])

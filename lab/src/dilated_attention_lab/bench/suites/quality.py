@@ -41,8 +41,8 @@ class Text:
         window: tokens of the local window, a few more than a token of the dilated model sees on average.
         num_selected: blocks of 64 keys that native sparse attention selects, next to a window and the compressed keys.
         top_k: blocks of 256 keys that the mixture of blocks selects.
-        steps: steps of the trainings of equal steps, in which IN_STEPS take part.
-        seconds: seconds of the trainings of equal time, in which IN_TIME take part.
+        steps: optimizer steps of each attention of IN_STEPS, in the comparison after equal steps.
+        seconds: training time of each attention of IN_TIME, in the comparison after equal time.
     """
 
     context: int
@@ -78,7 +78,10 @@ class Size:
 
     Attributes:
         lengths: sequence lengths of recall.
+        questions: questions to each model per length and range of distances.
+        most_steps: the most training steps of each stage of recall, by its number of tokens.
         seeds: number of seeds for each training on text.
+        held_out: number of held-out windows of text to measure on.
     """
 
     lengths: tuple[int, ...]
@@ -168,7 +171,8 @@ def _recall(size: Size, longest: int, device: torch.device) -> Iterator[Row]:
 
 
 def _distances(reach: int, length: int) -> list[tuple[int, int]]:
-    """Return ranges of distances: one within the window's reach, and beyond it ranges that grow fourfold."""
+    """Return ranges of distances in tokens, (first, last + 1): one within the window's reach, then ranges that grow
+    fourfold."""
     edges = [1, min(reach + 1, length)]
     while edges[-1] < length:
         edges.append(min(4 * edges[-1], length))
@@ -182,7 +186,10 @@ def _model(attention: str, text: Text, seed: int, device: torch.device) -> Ngram
 
 
 def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
-    """Train every attention on the same bytes for the same number of steps; count n-gram tables from these bytes."""
+    """Train every attention on the same bytes for the same number of steps; count n-gram tables from these bytes.
+
+    All are measured on `held_out` windows.
+    """
     windows = _sources(text.context).sample_held_out(held_out).to(device)
     case = {**text.parameters(seed), "window": text.window, "steps": text.steps}
     bits: dict[str, float] = {}
@@ -201,7 +208,7 @@ def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) 
 def _equal_time(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
     """Train every attention of IN_TIME for the same time, a third of it on short pieces.
 
-    All read the bytes in the same order.
+    All read the bytes in the same order, and are measured on `held_out` windows.
     """
     windows = _sources(text.context).sample_held_out(held_out).to(device)
     bits: dict[str, float] = {}
@@ -217,13 +224,19 @@ def _equal_time(text: Text, seed: int, *, held_out: int, device: torch.device) -
 
 
 def _train(model: NgramLM, context: int, seed: int, progress: Callable[[int], float]) -> list[Tensor]:
-    """Train a model, and return the bytes that each step read. The seed gives their order."""
+    """Train a model, and return the bytes that each step read. The seed gives their order.
+
+    `progress` maps the number of steps to the fraction of the training done.
+    """
     generator = torch.Generator().manual_seed(seed)
     return [pieces.to(torch.uint8) for pieces, _ in learn(model, _sources(context), generator, progress)]
 
 
 def _held_out(run: str, model: NgramLM, windows: Tensor, case: Mapping[str, Any]) -> Generator[Row, None, float]:
-    """Yield the bits per byte of held-out text, overall and by position; return the overall value."""
+    """Yield the bits per byte of held-out text, overall and by position; return the overall value.
+
+    run: what was trained, for the rows' names. case: the rows' parameters.
+    """
     found = by_position(model, windows)
     mean = statistics.fmean(found.values())
     yield Row(f"text, {run}: held-out text", case, mean, "bits per byte")

@@ -80,7 +80,10 @@ def _trained(call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Contende
 
 
 def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Step:
-    """Time lists of single tokens, one list per query for all heads, drawn uniformly and not chosen by an indexer."""
+    """Time lists of `number` single tokens, one list per query for all heads, for about `budget` seconds.
+
+    The lists are drawn uniformly, not chosen by an indexer.
+    """
 
     def run() -> Iterator[Row]:
         torch.manual_seed(0)

@@ -41,7 +41,8 @@ def _heads(x: Tensor, group: StridedGroup) -> Tensor:
 
 @cache
 def _index(group: StridedGroup, device: torch.device) -> Tensor:
-    """Return the tokens of a group. They are made once, as in an implementation that caches its index tables."""
+    """Return the positions of a group's tokens, `(segments x count)`. They are made once, as in an implementation that
+    caches its index tables."""
     rows = group.queries
     first = rows.start + rows.segment * torch.arange(rows.segments, device=device)
     return (first[:, None] + rows.stride * torch.arange(rows.count, device=device)).flatten()
@@ -128,7 +129,7 @@ def attend(strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, plan: Plan, is_c
 
 
 def cases(quick: bool) -> dict[str, Case]:
-    """Return the cases by the label that `compare` shows."""
+    """Return the cases by the label that `compare` shows. `quick` leaves the longest out."""
     lengths = (2048, 8192) if quick else (2048, 8192, 32768)
     return {f"{n:,} tokens by every strategy": replace(LONGNET, seq_len=n, backend="native") for n in lengths}
 
@@ -145,7 +146,7 @@ def held(rows: Sequence[Record], case: Case) -> bool:
 
 
 def measured(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    """Measure whole calls in the same rounds, one per strategy and `dilated_attention`."""
+    """Time whole calls in the same rounds, one per strategy and `dilated_attention`, for about `budget` seconds."""
     plan = case.plan
     with torch.no_grad():
         q, k, v = case.inputs(device)[0]

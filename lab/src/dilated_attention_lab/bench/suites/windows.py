@@ -85,7 +85,11 @@ def _window(window: Window, is_causal: bool) -> Attend:
 def _over_dense(
     label: str, window: Window, is_causal: bool, seq_len: int, inputs: Any, bar: float, budget: float
 ) -> Step:
-    """Compare a window's time per score entry with PyTorch's dense call over the same tokens."""
+    """Compare a window's time per score entry with PyTorch's dense call over the same tokens.
+
+    inputs: a function from seq_len to (q, k, v). bar: the largest ratio.
+    budget: about how many seconds all rounds take.
+    """
 
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
@@ -123,7 +127,10 @@ def _over_mask(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
 
 
 def _over_flex(window: Window, seq_len: int, inputs: Any, budget: float) -> Step:
-    """Compare the time of a window with compiled FlexAttention, which skips blocks that the window hides."""
+    """Compare the time of a window with compiled FlexAttention, which skips blocks that the window hides.
+
+    inputs: a function from seq_len to (q, k, v). budget: about how many seconds all rounds take.
+    """
 
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query - key <= window.before)
@@ -148,7 +155,10 @@ def _over_flex(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
 
 
 def _memory(window: Window, seq_len: int, inputs: Any) -> Step:
-    """Measure the peak memory of a forward above q, k, v and out, where the system gives it."""
+    """Measure the peak memory of a forward above q, k, v and out, where the system gives it.
+
+    inputs: a function from seq_len to (q, k, v).
+    """
 
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
