@@ -206,6 +206,17 @@ def test_coverage_flops_and_pictures(pattern, is_causal):
     assert torch.equal(torch.as_tensor(image.get_array()).round().long(), counts)
 
 
+@pytest.mark.parametrize("options", [{"offsets": [[0, 1, 2, 3], [1, 0, 1, 0]]}, {"head_groups": True}], ids=str)
+def test_a_sum_is_drawn_for_the_heads_that_its_terms_need(options):
+    dilated = Dilated([8, 16], [4, 2], **options)
+    heads = 4 if "offsets" in options else 2
+    (image,) = (Window(1) + dilated).plot(16, head=1).get_images()
+    parts = [x.plot(16, head=1, num_heads=heads).get_images()[0].get_array() for x in (Window(1), dilated)]
+    assert (image.get_array() == parts[0] + parts[1]).all()
+    with pytest.raises(ValueError, match=f"head must lie in \\[0, {heads}\\); got {heads}"):
+        (Window(1) + dilated).plot(16, head=heads, num_heads=heads)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_coverage_and_flops_of_sums_with_layouts(is_causal):
     layout, product = BlockLayout.random(40, 0.4, 0, 8), Dilated([8], [2]) * BlockLayout.local(4, 2, 2)

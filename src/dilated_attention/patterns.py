@@ -120,15 +120,27 @@ class _Branched(_Term):
 
         Args:
             num_heads: the number of KV heads. Default: just enough for `head` to exist; for a `Dilated` with a table of
-                offsets, as many as the table has, and with `head_groups`, at least one per branch.
+                offsets, as many as the table has, and with `head_groups`, at least one per branch; for a sum, the most
+                of its terms.
             is_causal: hide the keys after each query.
         """
         checks.boolean("is_causal", is_causal)
-        return self._plot_head(seq_len, head, ax, num_heads, is_causal)
+        return self._plot_head(seq_len, head, ax, self._heads_of_plot(head, num_heads), is_causal)
 
-    def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int | None, is_causal: bool) -> Axes:
-        seq_len, head = checks.positive("seq_len", seq_len), checks.integer("head", head, 0)
-        branches = self.branches(head + 1 if num_heads is None else num_heads)
+    def _heads_of_plot(self, head: int, num_heads: int | None) -> int:
+        """Return num_heads, or its default in `plot`; ValueError if `head` is not among these heads."""
+        least = self._least_heads(checks.integer("head", head, 0))
+        heads = least if num_heads is None else checks.positive("num_heads", num_heads)
+        if head >= heads:
+            raise ValueError(f"head must lie in [0, {heads}); got {head}")
+        return heads
+
+    def _least_heads(self, head: int) -> int:
+        return head + 1
+
+    def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int, is_causal: bool) -> Axes:
+        seq_len = checks.positive("seq_len", seq_len)
+        branches = self.branches(num_heads)
         groups = plan_of(branches, (0, seq_len), None, is_causal).groups
         own = [x for x in groups if head - x.head in range(0, x.heads * x.head_stride, x.head_stride)]
         return plot_bands(own, seq_len, f"head {head}", ax)
@@ -342,7 +354,12 @@ class Dilated(_Branched):
         """Return, for each branch, how many residues modulo its rate no head serves. Their tokens take no part."""
         return tuple([count for count, _, _ in _unserved(self.branches(num_heads))])
 
-    def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int | None, is_causal: bool) -> Axes:
+    def _least_heads(self, head: int) -> int:
+        if not isinstance(self.offsets, str):
+            return len(self.offsets[0])
+        return max(head + 1, len(self.segment_lengths) if self.head_groups else 1)
+
+    def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int, is_causal: bool) -> Axes:
         return plot_counts(self, seq_len, head, num_heads, ax, is_causal=is_causal, pixels=PIXELS)
 
 
@@ -416,6 +433,9 @@ class Sum(_Branched):
         plain = tuple([term for term in self.terms if isinstance(term, _Branched)])
         listed = tuple([term for term in self.terms if not isinstance(term, _Branched)])
         return (*((plain if len(plain) == 1 else (Sum(plain),)) if plain else ()), *listed)
+
+    def _least_heads(self, head: int) -> int:
+        return max([head + 1, *(term._least_heads(head) for term in self.terms if isinstance(term, _Branched))])
 
     def _counts(self, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
         if len(self.parts) == 1:
@@ -613,8 +633,9 @@ class Product(_Term):
             is_causal: hide the keys after each query, even if the layout is not causal.
         """
         checks.boolean("is_causal", is_causal)
+        heads = self.dilated._heads_of_plot(head, num_heads)
         return plot_counts(
-            self.dilated, seq_len, head, num_heads, ax, is_causal=is_causal, layout_of=self.layout_of, pixels=PIXELS
+            self.dilated, seq_len, head, heads, ax, is_causal=is_causal, layout_of=self.layout_of, pixels=PIXELS
         )
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:

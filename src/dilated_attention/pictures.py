@@ -25,12 +25,6 @@ class Branches(Protocol):
     """Describe what this module uses of a `Dilated` pattern, a class that it must not import."""
 
     @property
-    def head_groups(self) -> bool: ...
-
-    @property
-    def offsets(self) -> str | Sequence[Sequence[int]]: ...
-
-    @property
     def segment_lengths(self) -> tuple[int, ...]: ...
 
     @property
@@ -43,7 +37,7 @@ def plot_counts(
     pattern: Branches,
     seq_len: int,
     head: int,
-    num_heads: int | None = None,
+    num_heads: int,
     ax: Axes | None = None,
     *,
     is_causal: bool = False,
@@ -53,22 +47,15 @@ def plot_counts(
     """Draw a square per (query row, key column) of one head: white if unseen, darker if more branches show the key.
 
     Args:
-        num_heads: heads of k and v; default: as many as a table of offsets has, else as many as `head` needs to exist,
-            and with `head_groups` at least one per branch.
+        num_heads: the number of KV heads.
         layout_of: returns the block layout inside a segment, given the number of tokens that take part in it.
         pixels: the largest side of the picture; in a longer sequence a square is the mean over neighbouring pairs.
             None: no limit.
     """
     seq_len = checks.positive("seq_len", seq_len)
-    if num_heads is not None:
-        checks.positive("num_heads", num_heads)
-    least = len(pattern.segment_lengths) if pattern.head_groups else 1
-    heads = num_heads or (max(head + 1, least) if isinstance(pattern.offsets, str) else len(pattern.offsets[0]))
-    if not 0 <= head < heads:
-        raise ValueError(f"head must lie in [0, {heads}); got {head}")
     side = min(seq_len, pixels or seq_len)
     image = np.zeros((side, side))
-    table = pattern.offset_table(heads)
+    table = pattern.offset_table(num_heads)
     for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
         for start in range(0, seq_len, segment) if offsets[head] >= 0 else ():
             tokens = np.arange(start + offsets[head], min(start + segment, seq_len), rate)
