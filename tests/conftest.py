@@ -97,6 +97,14 @@ def seed() -> None:
     _calls.clear()
 
 
+@pytest.fixture(autouse=True)
+def no_figure_stays_open() -> Iterator[None]:
+    """Close what the test has drawn: pyplot keeps all figures, and warns when they are more than twenty."""
+    yield
+    if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
+        pyplot.close("all")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> None:
     """Let Triton's interpreter repeat less: it computes the same in 0.6 of the time.

@@ -131,7 +131,6 @@ def test_the_picture_shows_the_tiles_at_their_places():
         assert np.array_equal(corners.max(1), coords[1, :30] + 16)  # squares of the model's tile_size
         assert np.allclose(tiles.get_array(), 30 * values.float())
         assert axes.get_title() == title
-        matplotlib.pyplot.close(axes.figure)
     with pytest.raises(ValueError, match="head=1 needs a layer"):
         found.plot(head=1)
 
@@ -144,10 +143,8 @@ def test_an_outlier_does_not_darken_the_other_tiles():
     least, most = axes.collections[0].get_clim()
     assert (least, axes.collections[0].colorbar.extend) == (0, "max")
     assert 1.4 < most < 1.6
-    matplotlib.pyplot.close(axes.figure)
     axes = TileAttention(heads, rolled_up * 0, found.coords, (200,), 16).plot()  # nothing attended: no division by 0
     axes.figure.canvas.draw()
-    matplotlib.pyplot.close(axes.figure)
 
 
 def test_wrong_input_is_named():

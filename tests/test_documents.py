@@ -77,7 +77,6 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     names = {"__name__": "__main__"}
     for number, cell in enumerate(cells):
         exec(compile(cell, f"cell {number}", "exec"), names)
-    matplotlib.pyplot.close("all")
     for text in ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"):
         for target in re.findall(r"\]\((\.\./[^)]+)\)", text):
             assert (ROOT / "examples" / target).exists(), target
