@@ -225,7 +225,10 @@ class Call:
         return row_counts(segment_lengths, dilation_rates, offsets, length)
 
     def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
-        """Return the object that says which pairs of query and key survive dropout; None without dropout."""
+        """Return the object that says which pairs of query and key survive dropout; None without dropout.
+
+        q and k give the device, the batch size, the number of heads and the lengths.
+        """
         if self.seed is None:
             return None
         queries, keys = (
@@ -280,7 +283,10 @@ class Call:
     def _inside(
         self, layout: BlockLayout | LayoutOfLength, heads: int, kv_heads: int, seq_len: int
     ) -> tuple[BlockLayout, ...]:
-        """Return a layout, checked, for each number of tokens that take part in a segment of the call's samples."""
+        """Return the layouts inside segments, checked: one for each number of participating tokens that a segment has.
+
+        `seq_len`: the tokens per batch element, which the call's lengths or cu_seqlens cut into samples.
+        """
         counts: set[int] = set()
         for _, seq in self.samples(seq_len):
             counts |= self.row_counts(seq.stop - seq.start)

@@ -121,7 +121,7 @@ def _problem(
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
-    """Return one problem for all samples of a ragged call, whose tensors are read as one sequence.
+    """Return one `Problem` for all samples of a ragged call: the backend reads q, k and v as one sequence (`_packed`).
 
     `slices`: the (batch, seq) slices of each sample.
     """
@@ -170,7 +170,7 @@ def _layout(
 
 
 def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Plan:
-    """Return one plan for all samples of a ragged call, whose tensors are read as one sequence, batch after batch.
+    """Return one plan for all samples of a ragged call: q, k and v are read as one sequence, batch after batch.
 
     `slices`: the (batch, seq) slices of each sample.
     """

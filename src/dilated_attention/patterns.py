@@ -286,11 +286,13 @@ class Dilated(_Branched):
         """Return the offset of every head in every branch; -1 where the head takes no part in the branch.
 
         Args:
-            head_offset: the index of the first of these num_heads heads in a larger module, 0 on the first rank; the
-                table covers these heads only. Default: the module has no other heads.
+            num_heads: the number of heads in the table that is returned.
+            head_offset: if these are only a part of a module's heads, the index of the first of them in the module (0
+                on the first rank); a table given as `offsets` then covers the whole module. Default: all its heads.
 
         Raises:
-            ValueError: the pattern does not fit the heads, or a branch could never show any token.
+            ValueError: the pattern does not fit the heads, or a branch could never show any token; or head_offset is
+                given (even 0) with head_groups or offsets "head_block", which need the module's number of heads.
         """
         num_heads = checks.positive("num_heads", num_heads)
         given = head_offset is not None

@@ -195,7 +195,10 @@ def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
 
 
 class _Groups:
-    """Collect the groups of a layout's lists."""
+    """Collect `groups`, into which the methods sort the blocks that a layout lists.
+
+    `begun` marks the (head, query block) pairs of all groups so far, `written` those of groups marked `first`.
+    """
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout

@@ -170,8 +170,8 @@ class Sequence:
 def _folded(layout: BlockLayout, scores: Scores, *tensors: Any) -> tuple[Scores, list[Any]]:
     """Fold a batch of small problems (`_FOLD_TOKENS`) into one problem with more heads.
 
-    Tensors (batch, heads, ...), q first, become (1, batch * heads, ...), as do the hash words of `scores`; None stays
-    None. Larger problems, a bias, and lists per sample or head forbid this; all is then returned unchanged.
+    Tensors (batch, heads, ...), q first, become (1, batch * heads, ...), as do the hash words in the settings `scores`;
+    None stays None. Larger problems, a bias, and lists per sample or head forbid this; all is then returned unchanged.
     """
     q, pairs = tensors[0], scores.pairs
     small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
@@ -190,14 +190,16 @@ def _fold(x: Any) -> Any:
 def _calls(
     layout: BlockLayout, scores: Scores, tensors: list[Any], copies: int, *, by_head: bool = False
 ) -> Iterator[tuple[Sequence, Group, Scores, list[Any]]]:
-    """Yield the arguments of each call of a fused operator: (sequence, group, the call's scores, views of the tensors).
+    """Yield the arguments of each call of a fused operator: (sequence, group, settings of the scores, views).
 
-    The views are (seq, heads, ...) of one batch element and the call's heads.
+    The views of the tensors are (seq, heads, ...), of one batch element and the call's heads.
 
     Args:
+        scores: settings of the scores for the whole layout; each call gets its own causality, bias and dropout.
         tensors: (batch, heads, seq, ...), q first; None stays None.
-        copies: how many temporary vectors of head_dim numbers a call needs per token that it reads or writes.
-        by_head: as in `Sequence.parts`.
+        copies: the number of temporary vectors, of head_dim numbers each, per token and head that a call reads or
+            writes. It limits the rows and heads of a call (`Sequence.parts`).
+        by_head: where keys are gathered, prefer calls with few heads (`Sequence.parts`).
     """
     q, pairs = tensors[0], scores.pairs
     words = [] if pairs is None else [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]
@@ -219,8 +221,8 @@ def forward(
     """Return (out, lse) of a layout, as `fused.forward` does, for q, k, v `(batch, heads, seq, head_dim)`, any strides.
 
     Args:
-        scores: `is_causal` is ignored: the layout says whether it is causal. A bias has one row for all heads and
-            queries.
+        scores: settings of the scores; `is_causal` is ignored: the layout says whether it is causal. A bias has one row
+            for all heads and queries.
     """
     shape = q.shape
     scores, (q, k, v) = _folded(layout, scores, q, k, v)

@@ -39,7 +39,7 @@ _CHUNK_OF_ACCELERATORS = 1 << 24
 
 
 class Scores(NamedTuple):
-    """Say how the scores of a call are computed.
+    """Hold the settings of the scores: how a call computes its score entries.
 
     Attributes:
         is_causal: query i sees keys up to i. If True, `bias` has one row for all queries.
@@ -298,7 +298,8 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
 
 
 def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-    """Return the scores, masked and capped; and the softcap's derivative at each score, or None without a softcap.
+    """Return the score entries of q and k, capped and masked by the settings `scores`, and the softcap's derivative at
+    each entry, or None without a softcap.
 
     Both are float32, or float64 for float64. `first`: the index of the first query of q, for causality.
     """

@@ -103,10 +103,10 @@ def _neighbours(lines: np.ndarray) -> np.ndarray:
 
 
 def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices that order the lines of a table, and edges that cut them into jobs which see no common row.
+    """Return indices that order the lines of a `tiles.Table`, and edges that cut them into jobs that share no row.
 
-    A line is taken to see everything from its first token to its last. This may give too few jobs, which only costs
-    time.
+    A tile is taken to see all tokens from the first to the last of its spans. This may give too few jobs, which only
+    costs time.
     """
     spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
     start, stride, count = spans[..., 0], spans[..., 1], spans[..., 2]

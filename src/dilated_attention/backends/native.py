@@ -148,7 +148,7 @@ class _Tile:
         return self._view(x, rows, self.k_heads, len(self.k_heads), 1)
 
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
-        """View a bias x as (problems, 1, 1, keys).
+        """View a key bias x, 0 or -inf per key (`bias_of`), as (problems, 1, 1, keys); `rows`: the key rows.
 
         x is (batch, seq), or (batch, seq, KV heads) with equal values for all heads of the tile.
         """
@@ -204,9 +204,10 @@ class _Tile:
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
-    """Return the largest product of problems (see `_Tile`) and heads for one call with these query rows.
+    """Return the most problems x heads that one call with these query rows may have.
 
-    The operators sum dq in a buffer of padded rows and columns, whose size is limited.
+    A problem is one batch element, segment and residue (see `_Tile`). The operators sum dq in a buffer of padded rows
+    and columns, whose size is limited.
     """
     columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
     return max(1, _MOST_ACCUMULATED // (-(-rows.count // 128) * 128 * columns))
@@ -298,7 +299,7 @@ def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
 
 
 def _hidden(group: StridedGroup, device: torch.device) -> Tensor:
-    """Return which keys a band hides from which queries: bool, `(1, 1, queries, keys)`."""
+    """Return a mask, True where the band (`low`, `high`) of a group hides a key: bool, `(1, 1, queries, keys)`."""
     row, column = (torch.arange(x.count, device=device) for x in (group.queries, group.keys))
     distance = column - row[:, None]
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -368,7 +369,7 @@ class _Whole:
         return Scores(causal, problem.scale, bias, pairs, problem.softcap)
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a tile, `(problems, heads, rows, ...)`."""
+        """Return out and lse of a tile, `(problems, heads, rows, ...)`; `group`: the group that it is cut from."""
         views = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts
         if layouts is not None:
@@ -379,7 +380,10 @@ class _Whole:
         return out, lse
 
     def differentiate(self, merged: Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of a tile, `(problems, heads, rows, head_dim)`, each per query head."""
+        """Return dq, dk and dv of a tile, `(problems, heads, rows, head_dim)`, each per query head.
+
+        `merged`: out, lse and their gradients for the whole call. `group`: the group that the tile is cut from.
+        """
         part = merged.views(lambda x: tile.queries(x, group.queries))
         views = part, tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts

@@ -104,7 +104,7 @@ class Choice:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Return why each other backend cannot serve the call or was passed over, by name; empty without `facts`."""
+        """Return, by name, why each other backend cannot serve the call or was passed over; {} if `facts` is None."""
         return {} if self.facts is None else _refusals(self.facts, self.backend)
 
 

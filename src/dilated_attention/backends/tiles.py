@@ -2,9 +2,10 @@
 
 A table has one int32 line per tile, described in kernels/strided.py. A *tile* is a block of rows of one head that a
 program holds; the line also lists the *spans*, the runs of rows that the tile sees. The *side* of a kernel says whether
-tiles hold queries or keys. A table is made from *cells*: lines that are not yet cut into tiles or assigned to heads.
-NumPy handles all segments at once, so no tile is a Python object. This module also makes the buffers that launches
-write.
+tiles hold queries or keys. A *cell* is a run of rows that all see the same spans; tables are made by cutting cells into
+tiles, for each head. A *turn* is a list of groups that may run at the same time, because no two of them hold the same
+row of the same head. NumPy handles all segments at once, so no tile is a Python object. This module also makes the
+buffers that launches write.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Table:
         is_causal: whether a diagonal (`near`) limits what a tile sees of each span.
         banded: whether a second diagonal (`far`) limits it too.
         even: whether every tile is full: those of `lines`, and those that the loop streams.
-        edge: which streamed tiles the kernel must mask. 0: none. -1: all. Positive: in spans, those on a diagonal and
-            the partial last one of keys; in lists of blocks, those of the last `edge` key blocks (or the first `edge`
-            query blocks) of a list.
+        edge: which streamed tiles the kernel must mask. 0: none. -1: all. Without layouts, 1: those on a diagonal, and
+            the partial last one of keys. With layouts, n > 0: those of the last n key blocks of each list, or of the
+            first n query blocks if tiles hold keys.
         reach: an upper bound for the tokens between the first and the last row of a tile that the loop streams. It
-            decides whether their offsets need 64 bits.
+            decides whether memory offsets inside the tile need 64 bits.
         count: the number of rows per segment, which is the key of its layout in `Layouts`; None without layouts.
     """
 
@@ -89,7 +90,7 @@ def tables(
     Args:
         side: whether tiles hold queries or keys.
         shape: the rows per tile: `own` that it holds, `loop` that each step of its loop streams.
-        join: run several turns (see `turns`) in one launch where that is cheap.
+        join: run several turns in one launch where that is cheap.
     """
     if layouts is None:
         masked = any(group.banded for group in plan.groups)
@@ -245,10 +246,9 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
 
 
 def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
-    """Return the cells of each launch: one launch per turn (see `turns`), or fewer with `join`.
+    """Return the cells of each launch: one launch per turn, or fewer with `join`.
 
-    A cell is a run of rows with the spans that they all see, not yet cut into tiles. A `Part` is an array of cells and
-    the KV heads that they are computed for.
+    A `Part` is an array of cells and the KV heads that they are computed for.
 
     With `join`, consecutive turns become one launch if the loops then take hardly more steps. Then branches share
     one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch (rate
@@ -271,7 +271,7 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
 
 
 def _steps(parts: Sequence[Part], shape: Shape) -> int:
-    """Return how many loop steps the cells (see `_unions`) take over all heads, when cut into tiles of this shape."""
+    """Return how many loop steps the cells of `parts` take over all heads, when cut into tiles of this shape."""
     return sum(
         int((-(-cells[:, ROWS] // shape.own) * (-(-cells[:, COUNTS] // shape.loop)).sum(1)).sum()) * len(heads)
         for cells, heads in parts
@@ -324,9 +324,10 @@ def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> Non
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
-    """Return the cells of one launch that computes all these groups, which may be of several turns (see `_unions`).
+    """Return the cells of one launch that computes all these groups, even if they are of several turns.
 
-    Returns no cells if tiles would see too many spans, or if the rows fall into too many residue classes.
+    Returns no cells if a tile would see more than MAX_SPANS spans, or if the least common multiple of the groups'
+    strides, by which rows fall into residue classes, exceeds MAX_PERIOD. `side`: what tiles hold.
     """
     held: dict[int, list[StridedGroup]] = {}
     for group in groups:
@@ -386,7 +387,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
 
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
-    """Return one line per tile and head: the cells (see `_unions`) cut into tiles of `own` rows.
+    """Return one line per tile and head: the cells of `parts` cut into tiles of `own` rows. `side`: what tiles hold.
 
     Tiles of one cell and head are neighbours, because their loops read the same rows. In a causal cell the tiles
     with the most work come first.

@@ -241,8 +241,8 @@ def _bound(
 ) -> Bound:
     """Return the launch for these tensors from `held`, or make it with `settle` and add it to `held`.
 
-    Launches are held by the strides, dtype and alignment of each tensor, and by `also`: what else the launch depends
-    on, including the shapes that matter. The size of `held` is bounded, even if every call has tensors of another kind.
+    Launches are held by the strides, dtype and alignment of each tensor, and by `also`: everything else that the launch
+    depends on, such as shapes. The size of `held` is bounded, even if every call has tensors of another kind.
     """
     kinds = [None if x is None else (x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors.values()]
     seen = (*also, *kinds)
@@ -259,7 +259,7 @@ class Launch:
     """Hold one kernel launch: its tiles and their shape.
 
     Attributes:
-        bound: a `Bound` for each kind of tensors that the launch has seen.
+        bound: the launches that `_bound` holds, one for each kind of tensors (dtypes, strides, alignment, shapes).
     """
 
     kernel: Kernel
@@ -330,7 +330,7 @@ class _Launches:
     """Hold a plan's launches in the cache. Also keep the plan alive, because its id is part of the cache's key.
 
     Attributes:
-        stats: for a backward, the launches that compute its statistics, a `Bound` for each kind of tensors.
+        stats: for a backward, the launches of `backward_stats` that `_bound` holds.
     """
 
     plan: Plan

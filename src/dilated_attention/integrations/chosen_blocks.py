@@ -40,7 +40,10 @@ class ChosenBlocks:
         self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **options: Any
     ) -> tuple[Tensor, str]:
         """Return the attention over the chosen blocks, and a phrase that says how much of the softmax they hold (empty
-        while torch.compile traces). Shapes and `options` are as in `attention`."""
+        while torch.compile traces).
+
+        `shown`: what the queries see; `serves(shown)` must be True. Shapes and `options` are as in `attention`.
+        """
         k, v = k[:, : shown.queries], v[:, : shown.queries]  # a static cache holds more
         layout = self.selector(q, k, is_causal=shown.is_causal, scale=scale)
         if not isinstance(layout, BlockLayout):

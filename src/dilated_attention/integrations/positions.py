@@ -114,7 +114,7 @@ def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def position_table(module: nn.Module) -> nn.Embedding | None:
     """Return a module's table of learned positions, one row per position as in BERT or GPT-2; None if it has none.
 
-    Tables of a subclass, and tables with a row for padding, are left out: their models number only real tokens.
+    Subclasses of nn.Embedding, and tables with a row for padding, are left out: their models number only real tokens.
     """
     for name in ("position_embeddings", "wpe"):
         table = getattr(module, name, None)

@@ -218,8 +218,8 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, 
                 DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Return dk + dsᵀ q, which the caller multiplies by the scale, and dv + pᵀ do.
 
-    p and ds are as in `attend_dq`, but dropout also applies to p in dv. Scores, `visible` and `keep` are [N, M], keys
-    by queries.
+    p and ds are as in `attend_dq`, but dropout also applies to p in dv. They are computed transposed: scores, pᵀ, dsᵀ,
+    `visible` and `keep` are [N, M], keys by queries.
     """
     t, scale = scores(k, q, scale, softcap, PRECISION)
     s = t * scale - lse[None, :]
@@ -244,8 +244,8 @@ def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl
                    DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Write lse · log2(e) and delta = rowsum(dout · out) - dlse side by side, for the `size` = B · N · H rows of out.
 
-    Rows that saw nothing get lse = inf, so that their p is 0. out is contiguous; dout has the strides (sb, sn, sh) ·
-    UNIT. DLSE may be None, for a gradient of 0.
+    Rows that saw nothing get lse = inf, so that their p is 0. out is contiguous. The strides of dout, in elements, are
+    sb · UNIT, sn · UNIT and sh · UNIT. DLSE may be None, for a gradient of 0.
     """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)

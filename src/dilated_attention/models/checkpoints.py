@@ -98,7 +98,7 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
 
 
 def read_weights(source: Source, prefix: str = "") -> dict[str, Tensor]:
-    """Read a checkpoint as `read_checkpoint` does, and change its names to those that the loaders know.
+    """Read a checkpoint with `read_checkpoint(source, prefix)`, and change its names to those that the loaders know.
 
     Strips what torch.compile and data parallelism add to names. A prefix that all names share, as in one half of a
     larger model, is stripped too if a known name follows it.
@@ -165,7 +165,8 @@ def _some(names: Sequence[str], most: int = 8) -> str:
 class _Taken:
     """Take a model's `weights` from a checkpoint's `tensors`; note the names of `missing` and `misshapen` ones.
 
-    `weights` has the model's names, the others have the checkpoint's. source, prefix: as in `read_checkpoint`.
+    Names in `weights` are the model's; names in `tensors`, `missing` and `misshapen` are the checkpoint's. source,
+    prefix: as in `read_checkpoint`.
     """
 
     def __init__(self, source: Source, prefix: str) -> None:
@@ -250,7 +251,7 @@ def load_torchscale(
             output_projection a decoder, other layers an encoder. For an encoder with embed_tokens and
             output_projection, give `"encoder"` and surplus=`"warn"`: the encoder has no place for the projection.
         compat: `"torchscale"`: compute what torchscale computes with these weights, attended padding included. None:
-            compute exact attention, with the offsets that the weights were trained with.
+            compute exact attention, with offsets="head_block", as the weights were trained.
         norm_eps: epsilon of the model's LayerNorms.
         prefix: the beginning of the names if the weights are part of a larger model's, such as `"LongNet_encoder."`.
         surplus: `"warn"`: skip weights that the model does not use, with a warning.
@@ -392,7 +393,7 @@ def load_longvit(
 
 
 def _pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> Dilated:
-    """Return a pattern with offsets by head block. The weights were trained with them, so that they apply even if
+    """Return a pattern with offsets="head_block". The weights were trained with these offsets, so they are used even if
     compat is None."""
     return Dilated(tuple(segment_lengths), tuple(dilation_rates), "head_block")
 

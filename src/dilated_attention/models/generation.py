@@ -241,10 +241,10 @@ class KeyValueCache:
     Attributes:
         positions: the number of tokens of each sample so far.
         max_len: the most tokens that a sample may have; None: any number.
-        nbytes: the size of the keys and values in bytes, fixed when the cache is made: 2 x layers x batch x head_dim
-            x bytes per number x the sum of rows x heads over branches and windows. A branch (w, r) has ceil(min(w,
-            max_len) / r) rows; a window has min((before + 1) rate, max_len) rows, and `leading` more. All KV heads
-            count, except in branches in which some take no part (head groups, or an offset of -1).
+        nbytes: the size of the keys and values in bytes, fixed when the cache is made: 2 * layers * batch * head_dim *
+            (bytes per number) * S, where S is the sum of rows * heads over all branches and windows. A branch (w, r)
+            has ceil(min(w, max_len) / r) rows; a `Window` has min((before + 1) * rate, max_len) rows, plus `leading`.
+            `heads` is all KV heads, or those that take part in the branch (head groups, or an offset of -1).
 
     Examples:
         >>> from dilated_attention.models import LongNetConfig, LongNetLM

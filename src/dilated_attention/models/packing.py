@@ -50,7 +50,7 @@ def cumulative(counts: Sequence[int], device: torch.device) -> Int[Tensor, " sam
 def padded(
     x: Float[Tensor, "1 tokens embed_dim"], kept: Bool[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq embed_dim"]:
-    """Return packed samples as rows padded with zeros; `kept` is True at their tokens (`within`)."""
+    """Return packed samples as rows padded with zeros; `kept`, from `within`, is True at their tokens."""
     full = x.new_zeros(*kept.shape, x.shape[-1])
     full[kept] = x[0]
     return full

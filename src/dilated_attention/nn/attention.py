@@ -229,7 +229,8 @@ def _sparse(
     offsets: Any,
     head_groups: bool,
 ) -> Product | BlockLayout | LayoutOfLength:
-    """Return `layout` itself, or with segment_lengths and dilation_rates the product of a `Dilated` and `layout`."""
+    """Return `layout` (a layout, or a function from length to layout); or, with segment_lengths and dilation_rates, the
+    product of a `Dilated` and `layout`."""
     if not isinstance(layout, BlockLayout) and not callable(layout):
         kind = type(layout).__name__
         raise ValueError(f"layout must be a BlockLayout or a callable, length -> BlockLayout; got {kind}")
@@ -482,8 +483,11 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 def _boolean(name: str, mask: Tensor) -> Tensor:
-    """Return a floating mask of 0 and -inf, as nn.TransformerEncoder passes it, as booleans: True at -inf. Other
-    masks are returned as they are. `name`: the argument, for the error."""
+    """Convert a floating mask of 0 and -inf, as nn.TransformerEncoder passes it, to booleans: True at -inf.
+
+    Raise UnsupportedError, which calls the mask `name`, if a floating mask holds other values. Return a mask of another
+    dtype as it is.
+    """
     if not mask.is_floating_point():
         return mask
     ignored = mask == -torch.inf

@@ -28,7 +28,7 @@ from dilated_attention.patterns import Dilated, layout_for
 
 
 class BlockPooling(nn.Module):
-    """Pool each block of rows into one row, y_i = W_2 gelu(W_1 [x_{id}; …; x_{id + l - 1}] + b_1) + b_2, for each head.
+    """Pool each block of rows into one row, y_i = W_2 gelu(W_1 [x_{i·d}; …; x_{i·d+l-1}] + b_1) + b_2, for each head.
 
     Here l is the length of a block and d the stride from one block to the next; only whole blocks give a row. All heads
     share the weights. W_1 has separate columns for every position in the block. The vectors that the paper adds to the
@@ -53,7 +53,7 @@ class BlockPooling(nn.Module):
         return self.row(F.gelu(self.hidden(self._blocks(x))))
 
     def sums(self, x: Tensor) -> Tensor:
-        """Return W_1 [x_{id}; …; x_{id + l - 1}] for each block. Over a mesh, x is 0 at the tokens of other ranks.
+        """Return W_1 [x_{i·d}; …; x_{i·d+l-1}] for each block. Over a mesh, x is 0 at the tokens of other ranks.
 
         Shapes are as in forward.
         """
@@ -282,8 +282,8 @@ class NativeSparseAttention(SelectingAttention):
     def _attend_compressed(self, q: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         """Return the attention of q over the compressed `key` and `value`; `start` is the position of the first query.
 
-        Every `stride` neighbouring queries see the same keys, so they are computed as heads of one row. Each row sees
-        one key more than the row before it. Queries that see no compressed key get 0.
+        Every `stride` neighbouring queries see the same keys, so `attention` gets them as one row, with `stride` times
+        the heads. Each row sees one key more than the row before it. Queries that see no compressed key get 0.
         """
         (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.key_pooling.stride
         first = max(0, self.key_pooling.length - 1 - start)  # queries before it see no key

@@ -107,7 +107,11 @@ class Rotary:
         return cos * query, sin * query, cos * key, sin * key
 
     def growth(self, distance: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape 1 head_dim"]:
-        """Return zeta^(distance / scale_base) in float64, the factor of keys when the origin moves by `distance`."""
+        """Return zeta^(distance / scale_base) in float64, with zeta = (2i / head_dim + 0.4) / 1.4 for channel pair i.
+
+        xPos multiplies a query by it, and divides a key by it, at `distance` tokens from the origin. If the origin
+        moves on by `distance` tokens, rotated keys must be multiplied by it.
+        """
         assert self.scale_base is not None
         exact = _exact(distance)
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=exact.device) / self.head_dim
@@ -115,7 +119,7 @@ class Rotary:
         return torch.cat((power, power), -1)
 
     def reach(self, dtype: torch.dtype) -> int | None:
-        """Return how far from the origin a position may lie in this dtype; None if it may lie anywhere."""
+        """Return the largest distance from the origin at which xPos does not overflow this dtype; None without xPos."""
         if self.scale_base is None:
             return None
         # The factor may fill the range of the dtype except 2^12, which queries, keys and their product need.

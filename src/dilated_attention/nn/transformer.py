@@ -206,7 +206,7 @@ class Source:
 class CrossAttention(nn.Module):
     """Compute W_o softmax(W_q x (W_k s)ᵀ / sqrt(head_dim)) W_v s, dense: every token of x sees the whole source s.
 
-    It has no positions and no inner norm, as in torchscale's decoder.
+    As in torchscale's decoder, it encodes no positions and has no sub-LN (no norm between attention and W_o).
 
     Examples:
         >>> from dilated_attention.nn import CrossAttention, Source

@@ -88,9 +88,10 @@ def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Itera
 def _needed(
     sharding: Sharding, crossing: Crossing, queries: Interval, within: Sequence[Interval]
 ) -> Iterator[tuple[tuple[int, ...], Integers]]:
-    """Yield (KV heads, rows): the rows inside `within`, ascending, that the lists of the query rows `queries` name.
+    """Yield (KV heads, rows), once for all KV heads with the same lists (`_heads`).
 
-    Rows are those of the crossing segment.
+    `rows` are the key rows inside the intervals `within`, ascending, that the lists of the query rows in `queries`
+    name. Row number i means the i-th key of the crossing segment, in `queries` and `within` too.
     """
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
@@ -109,7 +110,7 @@ def distinct(keys: list[Integers]) -> Integers:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys (token * kv_heads + head) of the rows that a rank receives."""
+    """Return, sorted, the integers token * kv_heads + head (row keys) of the rows that a rank receives."""
     found = []
     for crossing in crossings(sharding, rank):
         start, stop = own = _rows_of(crossing, crossing.own)
@@ -119,7 +120,7 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the row keys (token * kv_heads + head) of the rows that a rank sends, and how many go to each peer.
+    """Return the integers token * kv_heads + head (row keys) of the rows that a rank sends, and their number per peer.
 
     They are ordered by peer, and sorted for each peer.
     """

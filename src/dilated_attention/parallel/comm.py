@@ -165,9 +165,11 @@ class Forwards:
 
 @dataclass
 class Agreed:
-    """Hold what the ranks have agreed on for one call description: whether some rank wants gradients (`wanted`).
+    """Hold what is known about the calls with one description (`Link.agree`), once all ranks have compared it.
 
-    `layers`: the forwards of each layer with this description.
+    Attributes:
+        wanted: whether some rank wants gradients.
+        layers: by layer name, the numbering of this rank's forwards of that layer in these calls.
     """
 
     wanted: bool = False  # whether some rank has wanted gradients, in calls that can have them
@@ -176,7 +178,7 @@ class Agreed:
 
 @dataclass(eq=False)
 class Link:
-    """Send and receive rows for one rank of a process group, `end_of`.
+    """Send and receive rows for one rank of the process group that is passed as `end_of`.
 
     In its methods, `what` names the phase of a transfer, for seals and error messages. A link refers to the group
     weakly, so that it does not keep a destroyed group and its threads alive.
@@ -494,10 +496,10 @@ class Link:
     def started(
         self, works: list[dist.Work], buffer: Tensor, sent: Framing, received: Framing, seal: tuple[int, int], what: str
     ) -> Transfer:
-        """Add a transfer that has started to the traffic counts, and return it.
+        """Return the `Transfer` of operations that have been started, and add it to the traffic counts.
 
-        `works`: the operations to wait for. `buffer`: where the messages arrive, framed as `received`. `seal`: the seal
-        that each of them must have.
+        `works`: the operations. `buffer`: where the messages arrive, framed as `received`. `seal`: the seal that each
+        message must have.
         """
         row_bytes = buffer.shape[1:].numel() * buffer.element_size()
         out, into = sent.without(self.rank), received.without(self.rank)

@@ -414,9 +414,9 @@ def account(
 def refuse(mesh: Any, error: ValueError, q: Any) -> None:
     """Refuse a call on this rank (`Link.refuse`).
 
-    In the group's first call, every rank raises the message of `error`. In later calls this rank does, and ranks that
-    wait for it raise an error that quotes the message. Return without an error if `mesh` is no group of several ranks.
-    `q` gives the device.
+    In the group's first call, every rank raises the message of `error`. In later calls only this rank raises it; ranks
+    that wait for this rank raise an error that quotes it. Return without an error if `mesh` is no group of several
+    ranks. `q` gives the device.
     """
     if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         return

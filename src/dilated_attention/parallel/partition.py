@@ -15,7 +15,7 @@ With block layouts, `block_partition` makes the problems of crossing segments, f
 rows each peer sees follows in the same way, for all peers at once. `plan.sights` says what a branch shows, windows and
 leading tokens (`Window.leading`) included, so this module treats all branches alike.
 
-A *row key* names the key and value of one token of one KV head: token * num_heads + head. Row keys ascend by token,
+A *row key* names the key and value of one token of one KV head: token * kv_heads + head. Row keys ascend by token,
 hence by owner: a sorted list of row keys is a list of messages. A row that several branches show is received once. A
 *share* is a range of tokens with the KV heads that move them; what a rank sends or receives is a union of shares. A
 transport lists the row keys of the union (`keys_of`). `traffic` needs only their number, which `count_of` finds in
@@ -146,7 +146,10 @@ def clip(rows: range, start: int, stop: int) -> range:
 
 
 def _seen(queries: range, keys: range, band: Band) -> range:
-    """Return the keys that a run of neighbouring queries sees, as a range of tokens; `band`: as in `Crossing`."""
+    """Return the keys that a run of neighbouring queries sees, as a range of tokens.
+
+    `band`: (low, high); a query at token p sees the keys at p + i * rate for low <= i <= high; None: no limit.
+    """
     if not queries:
         return keys[:0]
     low, high = band
@@ -234,9 +237,9 @@ class Remote:
 
     Attributes:
         rows: rows of the key tensor.
-        keys: int64, the row keys (token * kv_heads + head) of the received rows.
-        slots: int64, where each of them lies in the key tensor, (row of the tensor) * kv_heads + head. No group reads
-            other places.
+        keys: int64, the row keys of the received rows: the integers token * kv_heads + head.
+        slots: int64, where each of them lies in the key tensor, (row of the tensor) * kv_heads + head. The plan reads
+            no other slots.
     """
 
     plan: Plan
@@ -340,7 +343,7 @@ def _received(sharding: Sharding, rank: int) -> list[Share]:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys (token * kv_heads + head) of the rows that a rank receives."""
+    """Return, sorted, the integers token * kv_heads + head (row keys) of the rows that a rank receives."""
     return keys_of(sharding, _received(sharding, rank))
 
 
@@ -384,7 +387,7 @@ def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the row keys (token * kv_heads + head) of the rows that a rank sends, and how many go to each peer.
+    """Return the integers token * kv_heads + head (row keys) of the rows that a rank sends, and their number per peer.
 
     They are ordered by peer, and sorted for each peer.
     """

@@ -229,7 +229,8 @@ class _Hop:
 
 @dataclass(frozen=True)
 class _DoublingTables:
-    """Describe the buffer of all rounds: this rank's rows, `own`, then each round's received message with its seal."""
+    """Hold what a rank computes alone (`local`), and describe the buffer of all rounds: this rank's rows (`own`), then
+    each round's received message with its seal (see `Framing`)."""
 
     local: Local
     own: Own

@@ -183,8 +183,8 @@ def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
     """Return the share of each key block, (…, rows, columns), from logits (…, rows, parts, peaks, columns).
 
     A row is represented by `parts` queries, a block by `peaks` keys. Each query's softmax is summed over the keys of a
-    block, and averaged over the queries with `weight`, (rows, parts). A row that sees no key gets zeros. Overwrites the
-    logits.
+    block, and averaged over the queries: `weight`, (rows, parts), holds their weights, whose sum in a row is 1. A row
+    that sees no key gets zeros. Overwrites the logits.
     """
     largest = logits.amax((-1, -2), keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     mass = logits.sub_(largest).exp_().sum(-2)
@@ -193,7 +193,8 @@ def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
 
 
 def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
-    """Return the pooled queries and keys that the docstring of `routing` describes under "Estimate"."""
+    """Return the queries and keys that represent the blocks: means of queries, keys with high scores, and the mean of
+    the other keys, as the docstring of `routing` describes under "Estimate"."""
     query, weight = pooled_queries(q, grid)
     key, logarithm = _pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
     return Sample(query.flatten(1, 2), weight, key.flatten(1, 2), key.shape[2], grid.scale, logarithm=logarithm)
@@ -238,10 +239,11 @@ def _pooled_keys(k: Tensor, direction: Tensor, grid: Candidates) -> tuple[Tensor
 
 
 def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `number` keys of each block that score highest along a direction, and the mean of the others.
+    """Return the `number` keys of each key block that score highest along a direction, and the mean of the others.
 
     Args:
-        direction: (B, columns or 1, heads, D).
+        direction: (B, columns or 1, heads, D): a direction per key block (column), or one for all.
+        block: tokens per key block.
 
     Returns:
         keys (B, columns, number + 1, heads, D), the mean of the others last; the scores of the peaks and their tokens,

@@ -133,7 +133,7 @@ class Candidates(BlockGrid):
 
     @cached_property
     def bounds(self) -> compiled.Rows:
-        """The first key block that each query block always lists, the end of these, and how many it may choose from."""
+        """The run [starts, stops) of key blocks that each query block always lists, and how many it may choose from."""
         last_query = (self.first_query + self.q_block).clamp(max=self.seq_len) - 1
         starts, stops = self.first_query // self.k_block, last_query // self.k_block + 1
         return compiled.Rows(starts, stops if self.keep_diagonal else starts, self.choices)

@@ -49,8 +49,8 @@ def lsh_blocks(
     the keys of its bucket in proportion to their weights. The shares are averaged over queries and hashes, and mixed
     with a share that depends on the weights alone.
 
-    When causal, the q_block queries that end at the first query of block i are hashed in place of the block, and the
-    centres are means over the tokens so far. Pairs that only the block's later queries form are then missed.
+    When causal, a query block is represented by its first query and the queries just before it, one block of queries in
+    all, and the centres are means over the tokens so far. Pairs that only its later queries form are then missed.
 
     Other arguments are as in `topk_blocks`.
 

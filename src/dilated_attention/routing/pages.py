@@ -192,12 +192,12 @@ class PageBounds:
 
 
 def _signed(q: Tensor) -> Tensor:
-    """Split q into the factors of (greatest, least) in the bound: its positive parts and its negative parts."""
+    """Return [max(q, 0), min(q, 0)] along the last dimension. Its product with a page's `_extremes` is the bound."""
     return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
 
 
 def _extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:
-    """Return the greatest and the least components of each page, (B, pages, H, 2 D), for keys x (B, N, H, D).
+    """Return the greatest, then the least components of each page, (B, pages, H, 2 D), for keys x (B, N, H, D).
 
     The first `skip` tokens do not count.
     """

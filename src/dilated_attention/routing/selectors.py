@@ -54,7 +54,8 @@ def topk_blocks(
     The blocks of the diagonal count among them and are taken first, all of them even if that makes more. When causal, a
     partial last query block chooses as many blocks before the diagonal as if it were whole.
 
-    The package docstring of `routing` describes the estimate, and the forecast that replaces it when causal.
+    The package docstring of `routing` describes the estimate. When causal, the estimate is made from queries up to
+    the block's first one, and the shares are forecast from it, as described there.
 
     Args:
         density: the share of the visible blocks that is kept, in (0, 1].

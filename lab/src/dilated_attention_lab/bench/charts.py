@@ -29,7 +29,7 @@ MARKERS = {  # variant of `compare`, without its density: marker
 def draw(results: Path, out: Path) -> Iterator[Path]:
     """Draw every picture that the files of `results` have rows for, and yield the paths written.
 
-    Raises ValueError if there are no results, or if a file that it draws is damaged or has other rows.
+    Raises ValueError if there are no results, or if a file that it draws is damaged or its rows cannot be drawn.
     """
     files = sorted(results.glob("*/*.jsonl"))
     if not files:

@@ -130,8 +130,9 @@ class _Launched:
 
 
 def _host(backward: bool) -> Callable[[float], float]:
-    """Return the `measure` of a `Guard`: the host's time for a small Triton call, without driver and GPU, divided by
-    the time of turning 10,000 integers into text. backward: whether the call includes its backward."""
+    """Return the `measure` of a `Guard`, called with the limit at or below which it may stop: the host's time for a
+    small Triton call, without driver and GPU, divided by the time of turning 10,000 integers into text. backward:
+    whether the call includes its backward."""
 
     def measure(limit: float) -> float:
         serving = replace(table.BACKENDS["triton"], refusal=lambda facts: None)

@@ -205,7 +205,7 @@ def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> 
 
 
 def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:
-    """Return the rows of the variants of one setting, among the rows of a file."""
+    """Return those rows of a file that hold the figures of a variant measured in `setting`."""
     return [row for row in _of(setting, rows) if row["name"] == NAME]
 
 

@@ -64,7 +64,8 @@ def refused(group: Group, job: Job, reason: str) -> Row:
 
 
 def serve(group: Group, job: Job, write: Callable[[str], object]) -> None:
-    """Run a job, and call `write` with a line of JSON for each row. If it fails, a row names `group` and the reason."""
+    """Run a job in this process, which is the job's own. Call `write` with a line of JSON for each row; if the job
+    fails, with a row that names `group` and the reason."""
     try:
         for row in job.run():
             write(json.dumps(asdict(row)))

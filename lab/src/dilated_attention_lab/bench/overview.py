@@ -49,7 +49,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """Describe a pair of axes.
+    """Describe one plot, a matplotlib `Axes`.
 
     Attributes:
         kind: "lines" or "bars".
@@ -80,7 +80,7 @@ def stored_digest(path: Path) -> str | None:
 
 
 def draw(results: Path, folder: Path) -> Iterator[Path]:
-    """Draw the charts whose data changed; yield their paths."""
+    """Draw the charts whose data differ from the digest in their file; yield their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, chart in CHARTS.items():
         panels, path = chart(results), folder / f"{name}.svg"

@@ -231,7 +231,7 @@ def training_step(case: Case, device: torch.device) -> Contender:
 def rows(case: Case, found: Profile, prepared: Mapping[str, Spread], *, backward: bool) -> Iterator[Row]:
     """Yield the rows that record a profile.
 
-    prepared: what `once` returns for the case. backward: whether the profiled call had one; the rows record it.
+    prepared: the seconds for plan and layout, from `once`. backward: whether the profiled call had one.
     """
     parameters = {**case.parameters, "backward": backward}
     for stage in found.stages:

@@ -61,7 +61,7 @@ def limited(megabits: int) -> list[str]:
 
 
 def limit_refusal() -> str | None:
-    """Return why the network cannot be slowed down here, or None."""
+    """Return why a process cannot be run with limited bandwidth here (`limited`), or None if it can."""
     try:
         process = subprocess.run([*limited(100), "true"], capture_output=True, text=True)
     except FileNotFoundError as error:

@@ -217,7 +217,8 @@ def _machines(files: Mapping[Path, list[Record]]) -> Iterator[str]:
 
 
 def _summary(path: Path, rows: list[Record]) -> list[str]:
-    """Return the cells of one file's line in the table of its machine."""
+    """Return one file's line in the table of its machine: suite, number of figures and of those without a value, date
+    and commit of the newest, bars met."""
     empty = sum(row["value"] is None for row in rows)
     newest = max(rows, key=lambda row: row["date"])
     judged = [row for row in rows if row["value"] is not None and "met" in row]

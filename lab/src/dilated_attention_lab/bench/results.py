@@ -38,7 +38,7 @@ class Row:
         spread: quantiles of the value.
         over: the ratios of this contender's time to other contenders' in the same rounds, by their names.
         times: quantiles of the seconds that it comes from, by contender and phase.
-        rates: GFLOP/s of useful work, and of the matrix product in the same run.
+        rates: GFLOP/s of useful work by contender, and those of the dense matrix product timed in the same rounds.
         figures: what else is known of the same case, by name.
     """
 
@@ -142,7 +142,7 @@ class Recorder:
 
 
 def failed(label: str) -> str:
-    """Return the name of the row that says why a step stopped, until the step is run again."""
+    """Return the name of the row that says why a step stopped. Running the step again removes this row."""
     return f"failed: {label}"
 
 

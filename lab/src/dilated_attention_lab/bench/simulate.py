@@ -204,7 +204,7 @@ def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
 
 
 def _group(ranks: int) -> ProcessGroup:
-    """Return the group of the last `ranks` ranks of the world; this process is their last."""
+    """Return the group of the last `ranks` ranks of the world. This process is the last rank of both."""
     size = dist.get_world_size()
     if ranks == size:
         assert dist.group.WORLD is not None

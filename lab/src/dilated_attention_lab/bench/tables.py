@@ -79,7 +79,7 @@ def _rows(request: str, results: Path) -> Iterator[Record]:
 
 
 def _ratio(row: Record, other: str) -> Record:
-    """Return a row with its ratio to another contender as its value."""
+    """Return a row whose value is its stored ratio of times to the contender `other`: the median in `over`."""
     return {**row, "value": row["over"][other]["median"], "unit": "x"}
 
 
@@ -112,7 +112,7 @@ def extent(rows: list[Record]) -> str:
 
 
 def table(rows: list[Record]) -> str:
-    """Return Markdown with one line per row."""
+    """Return a Markdown table with one line per row and the headings of `columns`."""
     return markdown(*columns(rows))
 
 

@@ -74,7 +74,8 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _near(self, word: str) -> list[str]:
-        """Return the option that a word ends with, as --dilation-rates does with --rates, or else the nearest one."""
+        """Return at most one option that an unknown `word` may mean: one that is the end of the word (--rates for
+        --dilation-rates), or else the one spelled most alike."""
         options = list(self._option_string_actions)
         ends = [option for option in options if option.startswith("--") and word.endswith(option[1:])]
         return ends[:1] or get_close_matches(word, options, 1)
@@ -83,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def options(self) -> dict[str, str]:
-        """Return, for each argument name that an error of the library may contain, the option that sets it."""
+        """Map the library's argument names, which its errors contain, to the options that set them."""
         self.complete()
         names = {action.dest: action.option_strings[-1] for action in self._actions if action.option_strings}
         return names | {name: option for name, option in ARGUMENTS.items() if option in names.values()}

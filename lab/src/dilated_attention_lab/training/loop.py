@@ -169,9 +169,10 @@ class Training:
             self.model.train(mode)
 
     def save(self, folder: Path, *, keep: int = 2) -> Path:
-        """Write everything that the next step depends on as a checkpoint in `folder`, beside `keep` older ones.
+        """Write everything that the next step depends on as a checkpoint in `folder`, and return its path.
 
-        Raises OSError if it cannot be written; the older ones then stay.
+        Deletes all earlier checkpoints except the newest `keep`. Raises OSError if it cannot be written; the earlier
+        ones then stay.
         """
         about = {
             "config": json.loads(self.config.to_json()),

@@ -24,7 +24,7 @@ MOST_ORDER = 6
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Hold the counts of one order.
+    """Hold the counts of one order, the number of bytes of context.
 
     These are the sorted n-grams (`grams`) and how often each was `seen`; the sorted `contexts`, how often each was seen
     (`totals`), and how many different bytes followed it (`kinds`).
@@ -129,7 +129,8 @@ class NgramLM(LongNetLM):
 
 
 def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tensor, "batch seq"]:
-    """Return a table row for the `size` bytes that end at each token; before the first byte, nothing is hashed."""
+    """Return, for each token, a row in [0, rows) of a table: a hash of the `size` bytes that end there, or of all bytes
+    so far if these are fewer."""
     mixed = torch.zeros_like(tokens)
     for back in range(size):
         mixed[:, back:] = mixed[:, back:] + (tokens[:, : tokens.shape[1] - back] + 1) * 257**back

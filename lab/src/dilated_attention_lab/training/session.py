@@ -118,7 +118,7 @@ def saved_model(out: Path, backend: str = "auto") -> LongNetLM:
 
 
 def save(training: Training, out: Path, *, keep: int = OPTIONS["keep"]) -> Path:
-    """Write a checkpoint of the run beside `keep` older ones."""
+    """Write a checkpoint of the run and return its path. Delete all earlier ones except the newest `keep`."""
     return training.save(_checkpoint(out), keep=keep)
 
 

@@ -69,8 +69,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Hold a text split into training spans and held-out windows. Span i begins at `starts[i]` and has `choices[i]`
-    windows, overlapping ones included, none of which touches `held_out`."""
+    """Hold a text split into training spans and held-out windows; a window is `context` + 1 bytes of `content`.
+
+    Span i begins at byte `starts[i]` and has `choices[i]` training windows, one for each possible first byte, so they
+    overlap. None of them touches `held_out`.
+    """
 
     content: UInt8[Tensor, " bytes"]
     context: int

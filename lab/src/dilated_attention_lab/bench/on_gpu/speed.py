@@ -39,7 +39,7 @@ def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: boo
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, runs: int = 20) -> Spread:
-    """Return the spread of the seconds of a call, without the first one."""
+    """Return the spread of the seconds of `runs` calls, after a first call that does not count."""
     found = []
     for _ in range(runs + 1):
         measure.synchronize(device)

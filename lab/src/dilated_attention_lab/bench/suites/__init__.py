@@ -36,7 +36,8 @@ def seconds(rounds: Rounds, *phases: str) -> dict[str, Spread]:
 
 
 def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, float]:
-    """Return a row's `rates`: useful GFLOP/s by contender, and the matrix product's in the same rounds."""
+    """Return a row's `rates`: the useful GFLOP/s of each contender in `flops`, and under `MATMUL` those of the dense
+    matrix product that was timed in the same rounds."""
     useful = {name: count / rounds.spread(name, phase).median / 1e9 for name, count in flops.items()}
     return {**useful, MATMUL: rounds.matmul_gflops}
 

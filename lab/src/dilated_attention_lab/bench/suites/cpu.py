@@ -106,8 +106,8 @@ def _row(
 ) -> Row:  # fmt: skip
     """Return a row: the time of contender `name` divided by `density` x the time of contender `rival`.
 
-    It also has the ratio to the native backend. bars: the largest allowed ratio, by dtype and phase, for each of
-    HEAD_DIMS. flops: operations of a forward, by contender.
+    The row's `over` holds the time of `name` divided by its time on the native backend. bars: the largest allowed
+    ratios, by (dtype, phase), in the order of HEAD_DIMS. flops: floating-point operations of a forward, by contender.
     """
     bar = bars.get((TILES if cpu.in_tiles(getattr(torch, case.dtype)) else case.dtype, phase))
     factor = 1.0 if phase == "forward" else 3.5

@@ -164,7 +164,8 @@ def ceilings(device: torch.device) -> Iterator[Row]:
 
 
 def timed_cases() -> dict[str, Case]:
-    """Return the cases that jobs time, one per kernel: lengths and densities that share a kernel are not repeated."""
+    """Return the cases that jobs time, by label. Cases that differ only in length or density and run the same compiled
+    kernel are listed once."""
     found = {
         f"nested branches, head_dim {head_dim}{', causal' * causal}": replace(
             PAPER, head_dim=head_dim, is_causal=causal
