@@ -155,5 +155,19 @@ def test_what_it_cannot_take(make):
     replace_attention(model)
     with pytest.raises(UnsupportedError, match=r"output_attentions: .* without replace_attention"):
         model(tokens, output_attentions=True)
-    with pytest.raises(ValueError, match=f"{type(model).__name__} has no attention of LongformerSelfAttention"):
+    with pytest.raises(ValueError, match="Linear has no attention of LongformerSelfAttention"):
+        replace_attention(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("make", [_longformer, _bigbird])
+def test_it_may_be_replaced_twice_but_not_after_another_class(make):
+    model = make()
+    names = replace_attention(model)
+    assert replace_attention(model) == names
+    model = make()
+    module = model.get_submodule(names[-1])
+    module.__class__ = type("FSDPAttention", (type(module),), {})
+    kinds = [type(x) for x in model.modules()]
+    with pytest.raises(ValueError, match=f"{names[-1]} has the class FSDPAttention, .* before fully_shard"):
         replace_attention(model)
+    assert [type(x) for x in model.modules()] == kinds

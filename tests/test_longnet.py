@@ -26,7 +26,7 @@ from dilated_attention.models import (
     NativeSparse,
     packing,
 )
-from dilated_attention.nn import Rotary, TransformerBlock, rotate
+from dilated_attention.nn import Rotary, TransformerBlock, rotate, transformer
 from dilated_attention.nn.transformer import _ROWS
 from dilated_attention.patterns import Dilated
 from tolerances import TOLERANCE, relative_error
@@ -114,6 +114,39 @@ def test_an_output_of_its_own_is_called():
     torch.testing.assert_close(model(tokens), logits.exp().log1p())
 
 
+class Adapted(nn.Module):
+    """Adds to what a module gives, as an adapter does; `weight` is the base's, as PEFT has it."""
+
+    def __init__(self, base, delta):
+        super().__init__()
+        self.base, self.delta = base, delta
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.delta(x)
+
+
+def test_an_adapter_of_a_tied_embedding_acts_on_the_output_too(model):
+    tokens, base = torch.randint(50, (2, 12)), model.embedding
+    model.embedding = Adapted(base, nn.Embedding(50, 32))
+    logits, loss = model(tokens), model.loss(tokens)
+    merged = nn.Embedding(50, 32)
+    merged.weight.data = base.weight.data + model.embedding.delta.weight.data
+    model.embedding = merged
+    torch.testing.assert_close(logits, model(tokens))
+    torch.testing.assert_close(loss, model.loss(tokens))
+
+
+def test_a_tied_embedding_that_is_offloaded(model):
+    accelerate = pytest.importorskip("accelerate")
+    tokens = torch.randint(50, (2, 12))
+    expected = model(tokens)
+    torch.testing.assert_close(accelerate.cpu_offload(model, execution_device="cpu")(tokens), expected)
+
+
 def test_a_loss_of_no_next_token(model):
     for shape in ((1, 1), (2, 0), (0, 5)):
         with pytest.raises(ValueError, match=rf"tokens must hold two tokens .*; got shape {re.escape(str(shape))}"):
@@ -162,7 +195,7 @@ def test_samples_that_are_packed_already(counts):
 
 @pytest.mark.parametrize("config", FAMILY.values(), ids=FAMILY.keys())
 def test_packs_without_gradients_change_nothing(config, monkeypatch):
-    model = LongNetEncoder(config).double()
+    model = LongNetEncoder(config).double().eval()
     lengths = [7, 20, 3, 0, 30, 1]
     x = torch.randn(6, 30, 32, dtype=torch.float64)
     together = model(x, lengths=lengths, all_layers=True)
@@ -178,11 +211,16 @@ def test_packs_without_gradients_change_nothing(config, monkeypatch):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout", "an adapter's"])
 def test_reentrant_checkpointing_repeats_the_dropout(kind, monkeypatch):
     """Its forward runs without gradients, and draws nonetheless what the recomputation draws."""
     monkeypatch.setattr(packing, "PACK", 25)
-    model = LongNetEncoder(dataclasses.replace(MAGNETO, **{kind: 0.5})).double()
+    monkeypatch.setattr(transformer, "_ROWS", 20)
+    model = LongNetEncoder(dataclasses.replace(MAGNETO, **({} if kind == "an adapter's" else {kind: 0.5}))).double()
+    if kind == "an adapter's":
+        for block in model.blocks:
+            block.mlp[0] = nn.Sequential(nn.Dropout(0.5), block.mlp[0])
+            block.mlp[2] = nn.Sequential(nn.Dropout(0.5), block.mlp[2])
     x = torch.randn(3, 30, 32, dtype=torch.float64)
     results = []
     for reentrant in (True, False):
@@ -292,15 +330,26 @@ def test_what_the_pieces_of_the_mlp_read_stays():
     torch.testing.assert_close(torch.cat(kept[1:]), kept[0])
 
 
-def test_with_dropout_the_mlp_runs_whole():
+def test_in_training_the_mlp_runs_whole(monkeypatch):
     """The pieces of a forward without gradients would drop other elements than its recomputation with them."""
-    block = TransformerBlock(8, 2, 2, 16, Dilated((64,), (1,)), dropout=0.5)
-    sizes, run = [], block.mlp.forward
-    block.mlp.forward = lambda x: sizes.append(x[..., 0].numel()) or run(x)
+    block, sizes, run = TransformerBlock(8, 2, 2, 16, Dilated((64,), (1,))), [], nn.Sequential.forward
+    monkeypatch.setattr(nn.Sequential, "forward", lambda mlp, x: sizes.append(x[..., 0].numel()) or run(mlp, x))
     with torch.no_grad():
         block(torch.randn(1, _ROWS + 7, 8))
         block.eval()(torch.randn(1, _ROWS + 7, 8))
     assert sizes == [_ROWS + 7, _ROWS, 7]
+
+
+def test_the_pieces_of_the_mlp_under_vmap():
+    """Over its weights alone: the rows, which are not mapped, cannot take the sums."""
+    block = TransformerBlock(8, 2, 2, 16, Dilated((64,), (1,))).eval()
+    x, weights = torch.randn(1, _ROWS + 7, 8), torch.randn(3, 8, 16)
+
+    def run(weight):
+        return torch.func.functional_call(block, {"mlp.2.weight": weight}, (x,))
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(run)(weights), torch.stack([run(weight) for weight in weights]))
 
 
 @pytest.mark.parametrize("part", ["mlp", "mlp.1", "mlp_norm"])

@@ -16,6 +16,7 @@ from dilated_attention.models import BlockMixture, LongNetConfig, LongNetLM, Nat
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary, SelectionCache
 from dilated_attention.nn.selection import tables_at
 from dilated_attention.parallel import choose_blocks, sequence_range, set_context_parallel
+from test_longnet import Adapted
 from tolerances import TOLERANCE, relative_error
 
 SHAPES = {  # seq_len, heads, kv_heads, batch, dtype
@@ -125,6 +126,10 @@ MODULES = {
         {"compress_block": 6, "compress_stride": 3, "block_size": 12, "num_selected": 4, "local_blocks": 1, "window": 5,
          "query_block": 1, "pattern": Dilated((8, 32), (1, 2))},
     ),
+    "native, adapted": (
+        NativeSparseAttention, 45,
+        {"compress_block": 8, "compress_stride": 4, "block_size": 16, "num_selected": 3, "window": 12},
+    ),
     "native, blocks longer than shards": (
         NativeSparseAttention, 41,
         {"compress_block": 32, "compress_stride": 8, "block_size": 16, "num_selected": 2, "local_blocks": 1,
@@ -139,12 +144,10 @@ def module_of(name):
     torch.manual_seed(0)
     kind, seq_len, options = MODULES[name]
     x, dout = torch.randn(2, 2, seq_len, 32, dtype=torch.float64)
-    return (
-        kind(32, 4, 2, dtype=torch.float64, **options),
-        x,
-        dout,
-        Rotary(8).tables(torch.arange(seq_len), dtype=x.dtype),
-    )
+    module = kind(32, 4, 2, dtype=torch.float64, **options)
+    if "adapted" in name:
+        module.key_pooling.hidden = Adapted(module.key_pooling.hidden, torch.nn.Linear(64, 8, dtype=torch.float64))
+    return module, x, dout, Rotary(8).tables(torch.arange(seq_len), dtype=x.dtype)
 
 
 def trained(module, x, dout, tables):

@@ -230,6 +230,8 @@ FOLLOWED_ELSEWHERE = {
     "--resume continues": "test_cli.py::test_control_c_in_a_terminal",
     "choose refused its heads on rank {}": "test_parallel_choice.py::test_what_is_refused_is_refused_on_every_rank",
     "see its error there": "test_parallel_choice.py::test_what_is_refused_is_refused_on_every_rank",
+    "call replace_attention before fully_shard":
+        "test_longformer_bigbird.py::test_it_may_be_replaced_twice_but_not_after_another_class",
     "run under torchrun": "test_train_ranks.py::test_command_under_torchrun",
     "Destroy it, start the lost ranks again (torchrun does) and resume":
         "test_train_faults.py::test_all_ranks_start_again_with_the_store_of_those_that_were_lost",
@@ -1642,6 +1644,18 @@ def _(told, llama):
     _packed(told, llama, cu_seq_lens_q=torch.tensor([0, 5, 12], dtype=torch.int32))
 
 
+@remedy("packed samples are told by position_ids alone; collate without return_flash_attn_kwargs")
+def _(told, llama):
+    collate, samples = transformers.DataCollatorWithFlattening, [_tokens(5, 1)[0], _tokens(7, 1)[0]]
+    ours = copy.deepcopy(llama)
+    ours.set_attn_implementation("dilated_attention")
+    rows = [{"input_ids": sample.tolist()} for sample in samples]
+    with told():
+        ours(**collate(return_flash_attn_kwargs=True)(rows), use_cache=False)
+    logits = ours(**collate()(rows), use_cache=False).logits[0]
+    same(logits, torch.cat([llama(sample[None]).logits[0] for sample in samples]))
+
+
 @remedy("For packed sequences, pad them and give attention_mask; give it too under torch.compile, {}")
 def _(told, llama):
     _packed(told, llama, position_ids=torch.tensor([[*range(5), *range(7)]]), use_cache=False)
@@ -1707,6 +1721,17 @@ def _(told, llama):
     assert type(llama)._supports_attention_backend
     tokens = _tokens()
     same(_dilated(llama)(tokens).logits, llama(tokens).logits)
+
+
+@remedy("Longformer, LED and BigBird take {}replace_attention")
+def _(told):
+    config = transformers.LongformerConfig(**TINY, attention_window=4, pad_token_id=1)
+    with told():
+        transformers.LongformerModel._from_config(copy.deepcopy(config), attn_implementation="dilated_attention")
+    model, tokens = transformers.LongformerModel(config).eval(), _tokens(16)
+    expected = model(tokens).last_hidden_state
+    longformer_bigbird.replace_attention(model)
+    same(model(tokens).last_hidden_state, expected)
 
 
 @remedy("need a model's own attention; choose a model without one")
@@ -1798,7 +1823,7 @@ def _(told, llama):
     assert torch.equal(llama(tokens).logits, expected(tokens).logits)
 
 
-@remedy("with a cache: use model.eval(), or no past_key_values")
+@remedy("with a cache: use model.eval(), no past_key_values, or a model without attention dropout")
 def _(told):
     model = _model("Llama", attention_dropout=0.5)
     ours, tokens = _dilated(model).train(), _tokens()
@@ -1808,6 +1833,10 @@ def _(told):
     past = ours(tokens[:, :-1], use_cache=True).past_key_values
     same(ours(tokens[:, -1:], past_key_values=past).logits, model(tokens).logits[:, -1:])
     assert ours.train()(tokens).logits.isfinite().all()
+    model = _model("Llama", attention_dropout=0.0)
+    ours = _dilated(model).train()
+    past = ours(tokens[:, :-1], use_cache=True).past_key_values
+    same(ours(tokens[:, -1:], past_key_values=past).logits, model(tokens).logits[:, -1:])
 
 
 @remedy("masks over pairs are not supported; give a mask over tokens, (batch, seq)")

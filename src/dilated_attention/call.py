@@ -79,7 +79,7 @@ class Shards:
         samples: the edges of packed samples; None for one sample.
         transport: how rows travel between ranks, as `attention` takes it.
         lengths: the lengths of all samples of a padded batch, if the call is one of these samples; otherwise empty.
-            They serve only to check that all ranks passed the same.
+        sinks: whether the call has sinks. This and `lengths` serve only to check that all ranks passed the same.
         layer: the name of the calling layer, for error messages.
     """
 
@@ -89,6 +89,7 @@ class Shards:
     transport: str = "auto"
     layer: str = ""
     lengths: tuple[int, ...] = ()
+    sinks: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +168,8 @@ class Call:
         if isinstance(pattern, (BlockLayout, Product)):
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
         if ranks is not None:
-            call = call.over(Shards(ranks.group_name, (seq_len,), None, options["transport"], options["layer"]))
+            how = options["transport"], options["layer"], (), options["sinks"] is not None
+            call = call.over(Shards(ranks.group_name, (seq_len,), None, *how))
         return call
 
     @property

@@ -90,7 +90,7 @@ def _pack(call: Call) -> tuple[Any, ...]:
     if call.layout_function:
         words.append(call.layout_function)
     if shards is not None:
-        words += (shards.group_name, shards.transport, shards.layer)
+        words += (shards.group_name, shards.transport, shards.layer, *["sinks"] * shards.sinks)
         for edges in (shards.bounds, shards.samples or (), shards.lengths):
             numbers += (len(edges), *edges)
     for x in call.layouts:
@@ -121,7 +121,8 @@ def _unpack(
     ]
     shards = None
     if _of_mesh(words):
-        shards = Shards(words[1], read.bounds, read.samples, words[2], words[3], read.lengths)
+        group, transport, layer = words[1:4]
+        shards = Shards(group, read.bounds, read.samples, transport, layer, read.lengths, "sinks" in words[4:])
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
         key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts, softcap,

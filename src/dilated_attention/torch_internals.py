@@ -125,10 +125,14 @@ def autograd_position() -> tuple[int, int | None]:
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Return whether a module, or a module inside it, has a forward hook, or a hook for all modules is set."""
+    """Return whether code of others runs when a module, or a module inside it, is called.
+
+    That is a forward hook, a hook for all modules, or a forward of the instance's own, as accelerate sets it.
+    """
     if torch.nn.modules.module._has_any_global_hook():
         return True
-    return any(x._forward_hooks or x._forward_pre_hooks for module in modules for x in module.modules())
+    inside = (x for module in modules for x in module.modules())
+    return any(x._forward_hooks or x._forward_pre_hooks or "forward" in x.__dict__ for x in inside)
 
 
 def observed(*tensors: Tensor) -> bool:

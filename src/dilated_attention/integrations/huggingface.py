@@ -28,6 +28,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -217,11 +218,7 @@ def dilate(
     """
     if layers not in ("all", "full"):
         raise ValueError(f'layers must be "all" or "full"; got {layers!r}')
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model must be a transformers PreTrainedModel; got {type(model).__name__}. If it holds one, "
-            "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
-        )
+    _require_transformers(model)
     pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
     table.check_name(backend)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
@@ -282,8 +279,7 @@ def sparsify(
         >>> model(torch.randint(100, (1, 80))).last_hidden_state.shape
         torch.Size([1, 80, 32])
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
+    _require_transformers(model)
     if selector is not None and not callable(selector):
         raise ValueError(f"selector must be a function (q, k, ...) -> BlockLayout, or None; got {selector!r}")
     first = checks.integer("first", first, 0)
@@ -318,7 +314,24 @@ def _calls_the_interface(part: PreTrainedModel) -> bool:
     and HuBERT among them. Others, such as SAM, contain an attention that does not.
     """
     own = _attention_layers(part)
-    return bool(own) and all("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(x)) for x in own)
+    return bool(own) and all("ALL_ATTENTION_FUNCTIONS" in _source(x) for x in own)
+
+
+def _source(module: nn.Module) -> str:
+    """Return the source of a module's class, or of the first base class that has one: FSDP2 makes classes without."""
+    for cls in type(module).__mro__:
+        if issubclass(cls, nn.Module):
+            with suppress(OSError, TypeError):
+                return inspect.getsource(cls)
+    return ""
+
+
+def _require_transformers(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model must be a transformers PreTrainedModel; got {type(model).__name__}. If it holds one, "
+            "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
+        )
 
 
 def _require_interface(part: PreTrainedModel) -> None:
@@ -327,7 +340,8 @@ def _require_interface(part: PreTrainedModel) -> None:
     if not calls or not part._can_set_attn_implementation():
         raise UnsupportedError(
             f"{name} does not call transformers' attention interface, and would go on with its own attention; choose a "
-            "model whose class has _supports_attention_backend"
+            "model whose class has _supports_attention_backend. Longformer, LED and BigBird take "
+            "dilated_attention.integrations.longformer_bigbird.replace_attention"
         )
 
 
@@ -597,7 +611,10 @@ def attention_forward(
     seen = _visibility_of(module, q, k, attention_mask, is_causal)
     if seen.past:
         if dropout:
-            raise UnsupportedError(f"dropout={dropout} with a cache: use model.eval(), or no past_key_values")
+            raise UnsupportedError(
+                f"dropout={dropout} with a cache: use model.eval(), no past_key_values, or a model without "
+                "attention dropout"
+            )
         return _attend_cached(seen, q, k, v, pattern, scale=scaling, sinks=s_aux), None
     if seen.order is not None:
         q, k, v = (permuted(x, seen.order) for x in (q, k, v))
@@ -641,6 +658,8 @@ def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -
                 continue
             raise UnsupportedError(f"{name}={given}: {_without_windows(cast(PreTrainedConfig, module.config))}")
         remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
+        if own and name == "cu_seq_lens_q":
+            remedy = "packed samples are told by position_ids alone; collate without return_flash_attn_kwargs"
         raise UnsupportedError(f"{name}: {remedy}")
 
 

@@ -43,15 +43,22 @@ def replace_attention(model: nn.Module) -> list[str]:
         >>> replace_attention(model)
         ['encoder.layer.0.attention.self']
     """
-    found = [(name, module) for name, module in model.named_modules() if type(module) in _CLASSES]
+    found = {name: module for name, module in model.named_modules() if isinstance(module, tuple(_CLASSES))}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no attention of {', '.join(theirs.__name__ for theirs in _CLASSES)}; other "
-            'models of transformers take attn_implementation="dilated_attention"'
+            f"{type(model).__name__} has no attention of {', '.join(theirs.__name__ for theirs in _CLASSES)}; models "
+            'whose class has _supports_attention_backend take attn_implementation="dilated_attention"'
         )
-    for _, module in found:
-        module.__class__ = _CLASSES[type(module)]
-    return [name for name, _ in found]
+    ours: dict[type, type[nn.Module]] = {**_CLASSES, **{cls: cls for cls in _CLASSES.values()}}
+    for name, module in found.items():
+        if type(module) not in ours:
+            raise ValueError(
+                f"{name} has the class {type(module).__name__}, made of one of transformers; call replace_attention "
+                "before fully_shard, or whatever made that class"
+            )
+    for module in found.values():
+        module.__class__ = ours[type(module)]
+    return list(found)
 
 
 class _WindowAndGlobals(LongformerSelfAttention):

@@ -20,7 +20,7 @@ from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import LongNetStack, places_of, tables_of
 from dilated_attention.nn import CrossAttention, SelfAttention, Source
 from dilated_attention.parallel import cp_mean, sequence_range, shard_sequence
-from dilated_attention.plumbing import checks, dtype_of_products, from_rank, held_mesh, mesh_size
+from dilated_attention.plumbing import checks, dtype_of_products, from_rank, held_mesh, hooked, mesh_size
 
 
 class LongNetAttention(Pretrained):
@@ -175,8 +175,14 @@ class LongNetLM(LongNetStack):
             nn.init.normal_(self.output.weight, std=config.embed_dim**-0.5)
 
     def logits(self, states: Float[Tensor, "*rows embed_dim"]) -> Float[Tensor, "*rows vocab"]:
-        assert self.embedding is not None
-        return F.linear(states, self.embedding.weight) if self.output is None else self.output(states)
+        if self.output is not None:
+            return self.output(states)
+        embedding = self.embedding
+        assert embedding is not None
+        if type(embedding) is nn.Embedding and not hooked(embedding):
+            return F.linear(states, embedding.weight)
+        # Only a call gives the rows that an adapter changes, or that are elsewhere until then.
+        return F.linear(states, embedding(torch.arange(self.config.vocab_size or 0, device=states.device)))
 
     def forward(
         self,

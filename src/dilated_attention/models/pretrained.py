@@ -61,7 +61,7 @@ class Pretrained(nn.Module):
             )
         _require_one_dtype(state, type(self).__name__)
         weights, config = (Path(folder) / name for name in FILES)
-        storage.write_tensors(weights, state, {"architecture": type(self).__name__})
+        storage.write_tensors(weights, state, {"architecture": type(self).__name__, "format": "pt"})
         storage.write_text(config, self.config.to_json())
         storage.write_digests(Path(folder), {path.name: storage.digest(path) for path in (weights, config)})
 

@@ -240,9 +240,8 @@ class LongNetStack(Pretrained):
         cache, seq_len = asked.cache, asked.seq_len
         apart = counts is not None and cache is None and asked.source is None and self.mesh is None
         runs = packs(counts) if counts is not None and apart else []
-        # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
-        drops = self.training and max(self.config.dropout, self.config.attention_dropout) > 0
-        if len(runs) > 1 and not (torch.is_grad_enabled() or drops):
+        # Not in training: a checkpoint's forward without gradients must draw the dropout that its recomputation draws.
+        if len(runs) > 1 and not (torch.is_grad_enabled() or self.training):
             found = []
             for pack, tokens in runs:
                 some = None if places is None else (places[0][tokens], places[1][tokens])

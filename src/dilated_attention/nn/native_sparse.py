@@ -57,10 +57,14 @@ class BlockPooling(nn.Module):
 
         Shapes are as in forward.
         """
-        return F.linear(self._blocks(x), self.hidden.weight)
+        return self.hidden(self._blocks(x)) - self._of_nothing(x)
 
     def of_sums(self, sums: Tensor) -> Tensor:
-        return self.row(F.gelu(sums + self.hidden.bias))
+        return self.row(F.gelu(sums + self._of_nothing(sums)))
+
+    def _of_nothing(self, x: Tensor) -> Tensor:
+        """Return b_1, by a call, since other code may have put an adapter or a quantized layer in place of `hidden`."""
+        return self.hidden(x.new_zeros(1, self.length * x.shape[-1]))
 
     def _blocks(self, x: Tensor) -> Tensor:
         number, strides = self.number(x.shape[1]), self.length // self.stride

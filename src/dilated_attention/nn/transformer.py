@@ -21,7 +21,7 @@ from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.patterns import Dilated, Sum, Window
 from dilated_attention.plan import WHOLE
-from dilated_attention.torch_internals import hooked
+from dilated_attention.torch_internals import hooked, in_torch_func
 
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
 # A compiled graph has one piece: with more it would be of one length.
@@ -386,10 +386,9 @@ class TransformerBlock(nn.Module):
             assert source is not None
             read = self.cross_attention(self.cross_norm(x), source, source_mask, cu_seqlens)
             x = x + drop(read, 1)
-        # A checkpoint's forward without gradients must draw the dropout that its recomputation draws.
-        drops = self.training and self.dropout.p > 0
-        whole = torch.is_grad_enabled() or drops or torch.compiler.is_compiling() or hooked(self.mlp, self.mlp_norm)
-        if whole or x.shape[0] * x.shape[1] <= _ROWS:
+        # In training, a checkpoint's forward without gradients must draw the dropout that its recomputation draws.
+        whole = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling() or in_torch_func()
+        if whole or x.shape[0] * x.shape[1] <= _ROWS or hooked(self.mlp, self.mlp_norm):
             return x + drop(self.mlp(self.mlp_norm(x)), 2)
         x = x.contiguous()
         for rows in x.view(-1, x.shape[-1]).split(_ROWS):

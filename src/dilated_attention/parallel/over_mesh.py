@@ -75,7 +75,8 @@ class _Plan:
         """Return the plan of a call, from the cache."""
         shards, _, edges = _mesh(call)
         shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
-        scores = call.scale, call.softcap, call.key_padding_mask is not None, call.dropout_p
+        given = call.key_padding_mask is not None, shards.sinks
+        scores = call.scale, call.softcap, *given, call.dropout_p
         rows = edges, len(shards.bounds), shards.samples, shards.lengths, shards.transport
         key = ("over mesh", call.branches, call.layouts, call.is_causal, shape, scores, rows)
         return plan_cache.get(key, lambda: cls._make(call, shape))
@@ -108,6 +109,7 @@ class _Plan:
             "scale": call.scale,
             "softcap": call.softcap,
             "key_padding_mask": "None" if call.key_padding_mask is None else "given",
+            "sinks": "given" if shards.sinks else "None",
             "dropout_p": call.dropout_p,
             "transport": transport,
         }
