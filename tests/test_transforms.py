@@ -479,6 +479,32 @@ def test_compiled_and_exported(fresh_python):
 
 
 @pytest.mark.slow
+def test_exported_by_definition_with_a_layout(fresh_python):
+    """As for ONNX. What the trace derives of the layout stays in the trace."""
+    fresh_python(
+        """
+        import torch
+        from dilated_attention import BlockLayout, Dilated, Window, attention
+
+        class Calls(torch.nn.Module):
+            def __init__(self, pattern):
+                super().__init__()
+                self.pattern = pattern
+
+            def forward(self, q, k, v):
+                return attention(q, k, v, self.pattern, backend="reference")
+
+        given = tuple(torch.randn(1, 44, 2, 8) for _ in range(3))
+        random = BlockLayout.random(44, 0.5, 0, 4)
+        for pattern in (random, Dilated((16,), (2,)) * (lambda n: BlockLayout.local(n, 2, 2)), random + Window(3)):
+            program = torch.export.export(Calls(pattern), given).module()
+            expected = attention(*given, pattern, backend="native")
+            torch.testing.assert_close(program(*given), expected)
+            torch.testing.assert_close(Calls(pattern)(*given), expected)
+        """
+    )
+
+
 def test_exported_with_a_layout_function(fresh_python, tmp_path):
     """For any length the program calls the function when it runs; for one length it holds the lists."""
     fresh_python(

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
@@ -140,6 +141,21 @@ plan_cache = PlanCache(max_bytes=256 << 20)
 
 The triton backend's tables take about 36 bytes per token for 16 heads and four branches, forward and backward.
 """
+
+
+class derived(cached_property):  # noqa: N801, used like cached_property
+    """Compute an attribute of a layout once, as `cached_property` does, but keep no tensor of a tracer.
+
+    While torch.export traces, operators on real tensors return fake ones, which hold no numbers. A later call outside
+    the trace would read them in place of the layout's own.
+    """
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        value = super().__get__(instance, owner)
+        parts = value if isinstance(value, tuple) else (value,)
+        if instance is not None and any(isinstance(x, Tensor) and type(x) is not Tensor for x in parts):
+            del instance.__dict__[self.attrname]
+        return value
 
 
 def lasting(make: Callable[[], Value], device: torch.device) -> Value:

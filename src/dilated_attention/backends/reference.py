@@ -90,13 +90,11 @@ def count_matrix(
             if visible is None:
                 counts[h] += own
                 continue
-            takes_part = (position % w) % r == offset
-            for number in segment.unique():
-                (tokens,) = (takes_part & (segment == number)).nonzero(as_tuple=True)
-                if not len(tokens):  # a short last segment, before its first token that takes part
-                    continue
-                seen = visible(len(tokens))
-                counts[h, tokens[:, None], tokens[None, :]] += seen[h if len(seen) > 1 else 0]
+            for start in range(0, seq_len, w) if offset >= 0 else ():
+                tokens = range(start + offset, min(start + w, seq_len), r)
+                if len(tokens):
+                    seen, taking_part = visible(len(tokens)), slice(tokens[0], tokens[-1] + 1, r)
+                    counts[h, taking_part, taking_part] += seen[h if len(seen) > 1 else 0]
     if is_causal:
         counts *= distance <= 0
     if key_padding_mask is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention import checks
-from dilated_attention.cache import is_named, lasting, name_of
+from dilated_attention.cache import derived, is_named, lasting, name_of
 from dilated_attention.kernels.cpu import lists as compiled
 from dilated_attention.layout import builders, conversions
 from dilated_attention.layout.spans import (
@@ -402,7 +402,7 @@ class BlockLayout:
         """Return the active blocks as a share of those that dense (causal: causal dense) attention computes."""
         return self.nnz / max(1, int(self.grid.visible().sum()) * self.batch_size * self.num_heads)
 
-    @cached_property
+    @derived
     def counts(self) -> Tensor:
         """Return the number of active blocks per row, int64 `(batch or 1, heads or 1, query blocks)`."""
         return self.indptr.diff(dim=-1)
@@ -412,7 +412,7 @@ class BlockLayout:
         """Return, for each entry of `indices`, its row's number, counted in (batch, head, query block) order: int64."""
         return rows_of(self.counts, self.nnz)
 
-    @cached_property
+    @derived
     def runs(self) -> Runs:
         """Return the maximal runs of consecutive key blocks in each row."""
         if self.nnz == 0:
@@ -424,7 +424,7 @@ class BlockLayout:
         length = torch.cat([at, at.new_tensor([self.nnz])]).diff()
         return Runs(kept_before(opens)[self.indptr], self.indices[at], length)
 
-    @cached_property
+    @derived
     def transposed(self) -> Transposed:
         """Return the query blocks that list each key block, for the gradients of k and v."""
         return lasting(self._transpose, self.device)
@@ -442,12 +442,12 @@ class BlockLayout:
         indices = sort_keys((key * rows).add_(row), "quicksort").remainder_(rows)
         return Transposed(row_offsets(counts.reshape(self.batch_size, self.num_heads, columns)), indices)
 
-    @cached_property
+    @derived
     def masked(self) -> Tensor:
         """Return which blocks in `indices` the diagonal cuts: booleans `(blocks,)`, False where all pairs are seen."""
         return self.grid.cut(self.row, self.indices)
 
-    @cached_property
+    @derived
     def seen(self) -> Tensor:
         """Return the number of keys that each token sees, int64 `(batch or 1, heads or 1, seq)`."""
         size = torch.full((self.key_blocks,), self.k_block, device=self.device)
