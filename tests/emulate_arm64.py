@@ -1,104 +1,73 @@
 """Run the tests of the C++ kernels on emulated arm64 processors, with and without bfloat16 instructions.
 
-    apt-get install debootstrap g++-aarch64-linux-gnu qemu-user-static
-    python tests/emulate_arm64.py runs/arm64
+    apt-get install g++-aarch64-linux-gnu qemu-user-static
+    python tests/emulate_arm64.py
 
-takes hours, nearly all of them PyTorch's: `-k "bfloat16 and test_patterns"` and other arguments go to pytest. The
-folder keeps an arm64 Debian with Python, and PyTorch's wheel for it, for the next run. debootstrap wants to run as
-root; nothing outside the folder changes. The system needs no support for foreign programs: the emulator starts each.
+`--processor max` runs one processor; further arguments, such as `-n 4`, go to pytest. The tracked files are copied into
+a temporary folder and the kernels are compiled there. Only the kernels are emulated (emulated_arm64.py): pytest,
+PyTorch and the oracle run on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from sanitize import copy_tracked
+
 PROCESSORS = ("max", "cortex-a76")  # of QEMU: with BFDOT, and without
-COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-SUITE, VERSION = "bookworm", "3.11"  # of Debian, and of its Python
-TORCH = "torch==2.8.0"  # the oldest that the package takes, and the last releases' wheels of arm64 carry CUDA
-PACKAGES = (
-    "beartype", "filelock", "fsspec", "hypothesis", "jaxtyping", "jinja2", "networkx", "numpy", "pytest>=8.2",
-    "pytest-xdist", "safetensors", "sympy", "typing-extensions",
-)  # fmt: skip
-PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64")
-TESTS = ("-m", "not slow", "tests/test_cpu_kernels.py")
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu", "-cpu")
+SETS = ("none", "NEON", "NEON with bfloat16")  # as in backends/cpu.py
+FILES = ("tests/test_cpu_kernels.py", "tests/test_estimates.py")
+LEFT_OUT = (
+    "test_a_forked_child_and_exit_during_a_call",  # a child process has no plugin
+    "test_the_pool_of_a_library_that_is_not_global",  # likewise
+    "test_the_library_needs_nothing_of_python_or_torch",  # ldd reads only libraries of this machine's architecture
+    "test_rows_beyond_two_to_the_31_elements",  # four tensors of 8 GiB do not go through a pipe
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the arm64 system is, or will be")
-    parser.add_argument("--processor", nargs="*", default=PROCESSORS, help=f"of QEMU (default: {' '.join(PROCESSORS)})")
-    options, tests = parser.parse_known_args()
-    for tool in (COMPILER, EMULATOR, "debootstrap"):
+    parser.add_argument("--processor", choices=PROCESSORS, help="default: each")
+    options, further = parser.parse_known_args()
+    for tool in (COMPILER, EMULATOR[0]):
         if shutil.which(tool) is None:
             parser.error(f"{tool} is not installed; see --help")
-    folder = options.folder.resolve()
-    install_system(folder / "system")
-    install_packages(folder / "packages")
-    copy_sources(folder / "sources")
-    codes = [run(folder, processor, tests or list(TESTS)) for processor in options.processor]
-    return max(codes)
+    processors = [options.processor] if options.processor else PROCESSORS
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tracked(folder)
+        path = os.pathsep.join(f"{folder}/{x}" for x in ("src", "lab/src", "tests"))
+        # passive: PyTorch's threads do not take the cores from the emulator while they wait.
+        environment = os.environ | {"CXX": COMPILER, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
+        build = [sys.executable, "-m", "dilated_attention.kernels.cpu"]
+        subprocess.run(build, cwd=folder, env=environment, check=True)
+        library = f"{folder}/src/dilated_attention/kernels/cpu/kernels.so"
+        command = [COMPILER, "-std=c++17", "-O2", "tests/emulated_arm64.cpp", library, "-ldl", "-o", "server"]
+        subprocess.run(command, cwd=folder, check=True)
+        return max([run(processor, further, folder, environment) for processor in processors])
 
 
-def install_system(system: Path) -> None:
-    """Unpack Debian's packages for arm64; nothing of them is configured, which would run their scripts."""
-    if (system / "usr/bin/python3").exists():
-        return
-    command = ["debootstrap", "--arch=arm64", "--foreign", "--variant=minbase", "--include=python3,ca-certificates"]
-    subprocess.run([*command, SUITE, str(system), "http://deb.debian.org/debian"], check=True)
-    for package in (system / "var/cache/apt/archives").glob("*.deb"):
-        subprocess.run(["dpkg-deb", "--extract", str(package), str(system)], check=True)
-
-
-def install_packages(folder: Path) -> None:
-    """Install what the tests import. PyTorch comes without its requirements: pip would read them for this platform."""
-    if folder.exists():
-        return
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "--only-binary=:all:"]
-    command += [f"--python-version={VERSION}", *(f"--platform={platform}" for platform in PLATFORMS)]
-    subprocess.run([*command, "--no-deps", TORCH], check=True)
-    subprocess.run([*command, "--upgrade", *PACKAGES], check=True)
-
-
-def copy_sources(to: Path) -> None:
-    """Copy the tracked files, and compile the kernels among them."""
-    shutil.rmtree(to, ignore_errors=True)
-    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-    for name in filter(None, tracked):
-        Path(to, name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, Path(to, name))
-    os.environ["CXX"] = COMPILER
-    print(runpy.run_path(str(to / "src/dilated_attention/kernels/cpu/build.py"))["build"](), flush=True)
-
-
-def run(folder: Path, processor: str, tests: list[str]) -> int:
-    """Run pytest on a processor. Processes that Python starts, pytest's workers too, go through the emulator again."""
-    started = folder / processor
-    started.mkdir(exist_ok=True)
-    python = started / "python"
-    system = folder / "system"
-    python.write_text(
-        f'#!/bin/sh\nexec {EMULATOR} -cpu {processor} -L {system} {system}/usr/bin/python{VERSION} "$@"\n'
-    )
-    python.chmod(0o755)
-    (started / "sitecustomize.py").write_text(f"import sys\n\nsys.executable = {str(python)!r}\n")
-    sources = folder / "sources"
-    path = (started, sources / "src", sources / "lab/src", folder / "packages")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    code = (
-        "from dilated_attention.backends import cpu; "
-        f"print({processor!r}, cpu.missing() or cpu.INSTRUCTION_SETS[cpu.instruction_set()])"
-    )
-    subprocess.run([str(python), "-c", code], cwd=sources, env=environment, check=True)
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *tests]
-    return subprocess.run(command, cwd=sources, env=environment).returncode
+def run(processor: str, further: list[str], folder: str, environment: dict[str, str]) -> int:
+    """Run pytest, and print how many calls ran on the processor. Return the exit code, or 1 if there was no call."""
+    log = Path(folder, f"{processor}.log")
+    command = [sys.executable, "-m", "pytest", "-p", "emulated_arm64", "-p", "no:cacheprovider"]
+    command += [f"--deselect=tests/test_cpu_kernels.py::{name}" for name in LEFT_OUT]
+    emulated = " ".join((*EMULATOR, processor, f"{folder}/server", str(log)))
+    code = subprocess.run(
+        [*command, *FILES, *further], cwd=folder, env=environment | {"EMULATED_ARM64": emulated}
+    ).returncode
+    calls = Counter(log.read_text().splitlines() if log.exists() else ())
+    for call, count in sorted(calls.items()):
+        function, instruction_set = call.split()
+        print(f"{processor}: {count} calls of {function}, instruction set: {SETS[int(instruction_set)]}", flush=True)
+    return code or int(not calls)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,14 @@ LEFT_OUT = {
 }
 
 
+def copy_tracked(folder: str) -> None:
+    """Copy the files that git knows, as they are now."""
+    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
+    for name in filter(None, tracked):
+        Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, Path(folder, name))
+
+
 def main(sanitizer: str, *tests: str) -> int:
     kind, runtime = SANITIZERS[sanitizer]
     gcc = shutil.which("g++")
@@ -53,10 +61,7 @@ def main(sanitizer: str, *tests: str) -> int:
     # Without libstdc++ the runtime does not find the function that throws, and ends the process at the first exception.
     preloaded = [library(runtime), library("libstdc++.so.6")]
     with tempfile.TemporaryDirectory() as folder:
-        tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-        for name in filter(None, tracked):
-            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, Path(folder, name))
+        copy_tracked(folder)
         compiler = Path(folder, "compiler")
         compiler.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec {gcc} "$@" -fsanitize={kind} {" ".join(FLAGS)}\n')
         compiler.chmod(0o755)

@@ -252,7 +252,7 @@ class Shares {
   // Queries in lanes: own[groups][stride][LANES].
   void hold(Rows<const Element> Q, int64_t first, int64_t number, float *row, Word *room, Word *own) const {
     for (int w = words; w < stride; w++)
-      for (int u = 0; u < WIDTH; u++) room[u * stride + w] = 0;
+      for (int r = 0; r < chunk + WIDTH; r++) room[r * stride + w] = 0;
     for (int64_t i = 0; i < lanes; i += WIDTH) {
       for (int u = 0; u < WIDTH; u++)
         gather<true>(Q, i + u < number ? first + i + u : INT64_MAX / 2 / call.joined, call.N, row, room + u * stride);
