@@ -395,7 +395,7 @@ def _check_values(q: Tensor, k: Tensor, options: Options) -> None:
 
 
 def _check_over_ranks(pattern: Pattern, options: Options) -> None:
-    """Refuse what a mesh of several ranks does not support."""
+    """Refuse what a mesh of several ranks lacks: a layout with dropout or a key mask, and dropout with lengths."""
     if isinstance(pattern, (BlockLayout, Product)):
         _refuse(
             "with a mesh and a block layout",
@@ -407,7 +407,7 @@ def _check_over_ranks(pattern: Pattern, options: Options) -> None:
 
 
 def check_placed(pattern: Pattern, options: Options) -> None:
-    """Raise if an option has no meaning together with q_start or k_start."""
+    """Raise UnsupportedError for what excludes q_start and k_start: a product, compat, a mesh or cu_seqlens."""
     _refuse(
         "with q_start or k_start",
         ("a product", isinstance(pattern, Product), "give a Dilated, a Window, a BlockLayout or a sum of them"),

@@ -19,7 +19,11 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
-    """Check q, k and v of one call; `placed`: positions were given, so that q and k may have different lengths."""
+    """Raise ValueError unless q, k and v of one call are `dense` and their shapes fit together.
+
+    Only the head_dim of v may differ, q may have a multiple of the heads of k, and, if `placed` (positions were given),
+    the lengths of q and k may differ. Warns if seq and heads seem to be swapped.
+    """
     dense(q, k, v)
     if torch.jit.is_tracing():  # sizes are tensors there
         raise UnsupportedError(

@@ -531,7 +531,7 @@ def pattern_for(layout: LayoutOfLength, length: int) -> BlockLayout | Product:
     """Return the layout that a layout function returns for `length` tokens.
 
     While torch.export records a graph for any length, `length` is a symbol, and the function can be called only when
-    the graph runs. Then return the product of one segment with all tokens and the function.
+    the graph runs. Then return `Dilated(...) * layout` with a single segment that holds all tokens, at rate 1.
     """
     return Dilated((WHOLE,), (1,)) * layout if is_symbol(length) else layout_for(layout, length)
 
@@ -598,7 +598,7 @@ class Product(_Term):
         """Return the number of keys that each token sees, per query head: int64, `(num_heads, seq_len)`.
 
         Keys are counted with multiplicity. Warns if some tokens of some heads see no key at all, and says how many:
-        the output of such a token is 0.
+        the output of such a token is 0. Keys after a token count too, unless the layout is causal.
 
         Args:
             num_kv_heads: heads of k and v, which determine the offsets; default: num_heads.
@@ -613,6 +613,7 @@ class Product(_Term):
         """Return the floating-point operations of a forward: 4 head_dim per score entry.
 
         Args:
+            is_causal: leave out the keys after each query, even if the layout is not causal.
             num_kv_heads: heads of k and v, which determine the offsets; default: num_heads.
         """
         head_dim = checks.positive("head_dim", head_dim)

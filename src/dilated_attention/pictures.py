@@ -121,7 +121,7 @@ def plot_blocks(
 ) -> Axes:
     """Draw the active blocks, given as their numbers (query blocks, key blocks), in a grid of `shape` blocks.
 
-    A pixel that holds several blocks is grey.
+    A pixel that holds several blocks is darker the larger the share of them that is active.
 
     Args:
         shape: the number of query blocks, and of key blocks.

@@ -184,7 +184,7 @@ def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans
 
 
 def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, bool]]:
-    """Return, as runs of equal segments, the rows that take part in a branch with this rate and offset.
+    """Return, as runs of equal segments, the rows that take part in a branch with this rate and offset (not `ALL`).
 
     Returns:
         For each run of `spans` with rows in [lower, upper): these rows; how many rows of the segment come before

@@ -124,11 +124,12 @@ class _Problem:
     def least_first(self, rate: int) -> int:
         """Return the shortest first segment with which two layers connect (almost) every pair of tokens.
 
-        `rate`: the rate of the last branch. If not causal, a first segment of `rate` tokens is enough, because it has a
-        token of every residue. If causal, two tokens in different first segments need a token that lies between them,
-        in the segment of one, with the residue of the other. Any two segments have rate (rate - 1) / 2 pairs without
-        it, which two layers do not connect; they may be at most 5 % of all pairs. If the segments are adjacent, more
-        layers do not connect these pairs either; such pairs may be at most 0.5 %.
+        `rate`: the rate of the last branch. If not causal, the result is `rate`: such a segment has a token of every
+        residue. If causal, it is at least `rate`, and two tokens in different first segments need a token that lies
+        between them, in the segment of one, with the residue of the other. Every two segments have
+        rate (rate - 1) / 2 pairs of tokens without it, which two layers do not connect. Over all pairs of segments,
+        these may be at most 5 % of the seq_len (seq_len + 1) / 2 pairs of a query and a key. In adjacent segments, more
+        layers do not connect them either: over all adjacent segments, they may be at most 0.5 %.
         """
         if not self.is_causal:
             return rate

@@ -33,7 +33,7 @@ efficient_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
 def constant_when_traced(function: Function) -> Function:
-    """Mark `function` so that `torch.compile` calls it once and keeps its result.
+    """Mark `function` so that `torch.compile` calls it while tracing and keeps its result as a constant of the graph.
 
     `torch.compiler.assume_constant_result` sets the same mark, but it imports the whole compiler.
     """
@@ -154,7 +154,7 @@ def mapped_indices() -> AbstractContextManager[None]:
 
 
 def require_when_run(condition: Tensor, message: str) -> None:
-    """Raise unless `condition`, a single boolean tensor, is true.
+    """Raise a RuntimeError with this message unless `condition`, a single boolean tensor, is true.
 
     The check takes place when the compiled graph runs, or when the device reaches this operation.
     """

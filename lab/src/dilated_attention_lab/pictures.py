@@ -17,7 +17,8 @@ LINES = ("-", "--", ":", "-.")
 
 
 def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out: Mapping[str, float]) -> None:
-    """Draw each run's loss: grey per step, black as the moving mean over a 25th of the run; a point for held-out text.
+    """Draw each run's loss in bits per byte: grey per step, black as the moving mean over a 25th of the run; a point
+    for held-out text.
 
     Args:
         losses: nats per byte for each step, by run.
@@ -79,9 +80,10 @@ def save_recall_and_context(
 
 
 def save_pattern(path: Path, name: str, pattern: Dilated, seq_len: int, num_heads: int, tokens: int = 64) -> None:
-    """Draw which keys each query sees in a causal call: one square per (query, key), for up to 4 heads.
+    """Draw which keys each query sees in a causal call: one square per (query, key), for the first 4 heads at most.
 
     A pattern for a longer sequence is drawn with its segments shortened by seq_len / tokens, its rates as they are.
+    name: begins the title.
     """
 
     tokens = min(tokens, seq_len)

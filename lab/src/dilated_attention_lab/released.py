@@ -42,6 +42,7 @@ def _gather(x: Tensor, segment: int, rate: int) -> Tensor:
     """Return (batch x segments, rows, heads, dim) from (batch, seq, heads, dim).
 
     The heads form `rate` blocks of neighbours; block j keeps tokens j, j + rate, ... of each segment.
+    Zeros fill up the last segment, and each segment to a multiple of `rate`.
     """
     heads, dim = x.shape[2:]
     x = _padded(x, segment, 1).reshape(-1, segment, heads, dim)

@@ -237,7 +237,7 @@ class Verdict:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Return the dtype in which calls are checked on a device."""
+    """Return the dtype in which calls are checked on a device: bfloat16 on CUDA, else float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

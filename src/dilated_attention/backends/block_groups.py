@@ -42,7 +42,7 @@ class Group:
         keys: (R, m) the key blocks that each row sees.
         q_tokens, k_tokens: tokens per query block and per key block; the block size, or the length of the last block.
         masked: the diagonal cuts the key blocks.
-        first: no earlier group holds any of the rows.
+        first: no earlier group holds any of the rows: results are written, not merged.
         row_view: (first, step) if row t is the b consecutive query blocks from first + t * step on, for all heads; else
             None. key_view: the same for the m key blocks that row t sees.
     """
@@ -98,7 +98,7 @@ class Calls:
     """Describe a group without its tensors. A fused call computes as many of its rows as memory allows.
 
     Attributes:
-        rows: the number of rows, over all lists of the layout; queries, keys: tokens per row.
+        rows: the number of rows, counted for each head that has its own lists; queries, keys: tokens per row.
         copied: the keys are gathered; else they are a view.
         masked: the diagonal cuts the key blocks. first: results are written; else merged into those of earlier calls.
     """
@@ -156,7 +156,7 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
 class _Shape:
     """Describe rows of `merged` query blocks, `stride` blocks apart.
 
-    A head's rows are numbered by the residue of their blocks modulo the stride, then in the order of their blocks.
+    A head's rows are numbered from 0, by the residue of their blocks modulo the stride, then in block order.
     """
 
     merged: int
@@ -166,12 +166,18 @@ class _Shape:
         return -(-query_blocks // (self.merged * self.stride))
 
     def row(self, block: Tensor, query_blocks: int) -> Tensor:
-        """Return the row of each query block in `block`; `query_blocks`: how many query blocks the layout has."""
+        """Return the number of the row of each query block; both are numbered within a head.
+
+        `block`: numbers of query blocks; `query_blocks`: how many query blocks the layout has.
+        """
         place = block // self.stride // self.merged
         return block % self.stride * self.per_residue(query_blocks) + place
 
     def blocks(self, row: Tensor, query_blocks: int) -> Tensor:
-        """Return the query blocks of each row, (R, merged); `query_blocks`: as in `row`."""
+        """Return the numbers, (R, merged), of the query blocks of R rows; both are numbered within a head.
+
+        `row`: numbers of rows; `query_blocks`: how many query blocks the layout has.
+        """
         number = self.per_residue(query_blocks)
         member = torch.arange(self.merged, device=row.device)
         return (row // number)[:, None] + self.stride * ((row % number)[:, None] * self.merged + member)
@@ -183,9 +189,9 @@ _SINGLE = _Shape(1, 1)
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
     """Return the row shapes to try, long rows first.
 
-    `_LONG_ROWS` gives their lengths. Their strides are 1 and each gap between successive key blocks of a list, in query
-    blocks, that is a quarter or more of all gaps. A list entry is a `lane`, the number of a query block of a head, and
-    a `key`, the number of a key block.
+    `_LONG_ROWS` gives their lengths in tokens, rounded up to query blocks. Their strides are 1 and each gap between
+    successive key blocks of a list that makes up a quarter or more of all gaps and is a whole number of query blocks. A
+    list entry is a `lane`, the number of a query block of a head, and a `key`, the number of a key block.
     """
     gaps = key.diff()[lane.diff() == 0]
     usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
@@ -284,7 +290,8 @@ def _families(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, i
 
     `row`, `key`: one entry per row and key block that it sees, sorted. From row to row, the run moves by `pace`, the
     key blocks that a row spans, if these are a whole number (a window), or stays (global keys). Runs of a single block
-    count only if their row has no other run: otherwise merging their result costs as much as gathering them.
+    count only if their row has no other run: otherwise merging their result costs as much as gathering them. A family
+    has `_VIEW_BLOCKS` or more key blocks in all.
     """
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = (key.diff() != 1) | (row.diff() != 0)

@@ -84,7 +84,7 @@ def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: i
 
 
 def _cut(queries: int) -> int:
-    """Return how many queries make a unit of work when PyTorch's CPU operator gets `queries` queries per problem."""
+    """Return how many queries a thread of PyTorch's CPU operator takes at once, if a problem has `queries` queries."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
@@ -99,11 +99,11 @@ class Sequence:
         self.groups = block_plan(layout, batch).groups
 
     def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[Group, slice]]:
-        """Yield (part of a group, slice of heads) for each call, so that the temporaries of a call stay bounded.
+        """Yield (part of a group, slice of heads) for each call, whose temporaries fit in `_CHUNK_BYTES` if possible.
 
         A call takes some rows with all heads; or some heads of one row, if a single row with all heads is too large.
-        `by_head` applies where keys are gathered: a call then takes few heads and as many of their rows as possible, as
-        long as every thread has work. `token_bytes`: the bytes of temporaries per token and head.
+        `by_head` applies where keys are gathered: a call then takes few heads and as many of their rows as fit in
+        `_GATHER_BYTES` per thread, unless threads would be idle. `token_bytes`: temporary bytes per token and head.
         """
         threads = torch.get_num_threads()
         for group in self.groups:
@@ -168,10 +168,10 @@ class Sequence:
 
 
 def _folded(layout: BlockLayout, scores: Scores, *tensors: Any) -> tuple[Scores, list[Any]]:
-    """Fold a batch of small problems (`_FOLD_TOKENS`) into one problem with more heads.
+    """Fold a batch, if q has fewer than `_FOLD_TOKENS` elements per sample, into one sample with more heads.
 
     Tensors (batch, heads, ...), q first, become (1, batch * heads, ...), as do the hash words in the settings `scores`;
-    None stays None. Larger problems, a bias, and lists per sample or head forbid this; all is then returned unchanged.
+    None stays None. Larger samples, a bias, and lists per sample or head forbid this; all is then returned unchanged.
     """
     q, pairs = tensors[0], scores.pairs
     small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS

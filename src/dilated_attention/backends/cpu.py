@@ -177,9 +177,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk, dv of a problem from the merged out and lse; `state`: running float32 sums to add to in place.
 
-    A launch uses one kernel of five matrix products for all three gradients if its tiles are not `few` and there are
-    enough independent jobs for all threads: tiles of keys that share queries form one job. Otherwise a kernel of four
-    products computes dk and dv, and a kernel of three products computes dq.
+    A launch that is not `few` (see `Launch`) uses one kernel of five matrix products for all three gradients if there
+    are enough independent jobs for all threads: tiles of keys that share queries form one job. Otherwise a kernel of
+    four products computes dk and dv, and a kernel of three products computes dq.
     """
     arguments, plan = _Arguments(problem, q, k, v), problem.plan
     together = launches(problem, q, "keys", owned=True)
@@ -260,8 +260,8 @@ def launches(
 
 
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
-    """Return the rows per tile: MAX_OWN, or twice as many for keys with AMX; half of that if head_dim exceeds 128 or
-    the rows would fill fewer than 32 tiles."""
+    """Return the rows per tile: MAX_OWN, or twice as many for keys with AMX; half of that if head_dim exceeds 128, the
+    rows would fill fewer than 32 tiles, or both."""
     rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
     most = 2 * MAX_OWN if side == "keys" and in_tiles(q.dtype) else MAX_OWN
     return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2

@@ -121,7 +121,10 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
-    """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head)."""
+    """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head).
+
+    If `scores` says so, scores are also causal or capped, and dropout applies after the softmax.
+    """
     bias = scores.bias
     kind = _kind(q, k, bias)
     if kind == "plain" or scores.plain:
@@ -143,7 +146,8 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
 def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
     """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse).
 
-    lse must be finite. A gradient on lse enters as one more column, see `append_column`.
+    Causality, softcap and dropout of `scores` count as in `forward`. lse must be finite. A gradient on lse enters as
+    one more column, see `append_column`.
     """
     if scores.plain or _kind(q, k, scores.bias) == "plain":
         return _plain_backward(scores, merged, q, k, v)

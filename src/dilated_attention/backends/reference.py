@@ -219,7 +219,7 @@ def batch_counts(
 
     Without compat, None replaces the phantoms. A sample's segments start at its first token. Arguments are as for
     `reference_attention` and `count_matrix`. Queries outside every sample see nothing. If there are as many keys as
-    queries, no query sees a key outside its sample.
+    queries, no query sees a key outside its sample; otherwise all keys of a batch element count for each sample in it.
     """
     num_keys = seq_len if num_keys is None else num_keys
     if cu_seqlens is not None:

@@ -52,7 +52,7 @@ class Backend:
     details: Callable[[Facts], str] | None = None
 
     def why_not(self, facts: Facts) -> str | None:
-        """Return why this backend cannot serve a call; None if it can."""
+        """Return why this backend cannot serve a call: what it lacks over a mesh, or its `refusal`; None if it can."""
         if facts.over_mesh and not self.over_mesh:
             return "it sees one device, and the call has a mesh"
         given = [name for name in facts.needs if name in ("key_padding_mask", "dropout_p")]

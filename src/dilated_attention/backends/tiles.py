@@ -90,7 +90,8 @@ def tables(
     Args:
         side: whether tiles hold queries or keys.
         shape: the rows per tile: `own` that it holds, `loop` that each step of its loop streams.
-        join: run several turns in one launch where that is cheap.
+        join: compute several `turns` (groups that share no row of a head) in one launch where that adds hardly any loop
+            steps; has no effect with layouts or masks.
     """
     if layouts is None:
         masked = any(group.banded for group in plan.groups)
@@ -246,9 +247,10 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
 
 
 def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
-    """Return the cells of each launch: one launch per turn, or fewer with `join`.
+    """Return the cells of each launch: one launch per turn (see `turns`), or fewer with `join`.
 
-    A `Part` is an array of cells and the KV heads that they are computed for.
+    A cell is a run of rows that see the same spans. A `Part` is an array of cells and the KV heads that they are
+    computed for.
 
     With `join`, consecutive turns become one launch if the loops then take hardly more steps. Then branches share
     one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch (rate
@@ -271,7 +273,7 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
 
 
 def _steps(parts: Sequence[Part], shape: Shape) -> int:
-    """Return how many loop steps the cells of `parts` take over all heads, when cut into tiles of this shape."""
+    """Return how many loop steps `parts` (cells, see `_unions`), cut into tiles of this shape, take over all heads."""
     return sum(
         int((-(-cells[:, ROWS] // shape.own) * (-(-cells[:, COUNTS] // shape.loop)).sum(1)).sum()) * len(heads)
         for cells, heads in parts
@@ -324,7 +326,7 @@ def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> Non
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
-    """Return the cells of one launch that computes all these groups, even if they are of several turns.
+    """Return the cells (see `_unions`) of one launch that computes all these groups, even if they are of several turns.
 
     Returns no cells if a tile would see more than MAX_SPANS spans, or if the least common multiple of the groups'
     strides, by which rows fall into residue classes, exceeds MAX_PERIOD. `side`: what tiles hold.

@@ -46,9 +46,10 @@ class Rule:
 
     Attributes:
         asks: what a call needs beyond q, k, v and causality, as in `Facts.needs`; "" for nothing.
-        native: what the native backend does on a GPU for such a call, as the end of a message; counted, not timed.
+        native: what the native backend does on a GPU for such a call; ends the message of `on_request`.
         least: the least number of score entries times head_dim at which this backend is faster, by architecture
-            (kernels/configurations.py). None: choose it at any size, since native cannot compete.
+            (kernels/configurations.py). It is not chosen on an architecture without an entry. None: choose it at any
+            size, since native cannot compete.
     """
 
     asks: str

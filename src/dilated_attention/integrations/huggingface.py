@@ -98,9 +98,10 @@ class Visibility(NotATensor):
 class _Pattern:
     """Provide `config.dilated_attention` on every transformers configuration: a dict with the options of the pattern.
 
-    Setting it requests dilated attention, unless another implementation was requested by its name. Reading a
-    configuration file sets it too. The request is written to `config.attn_implementation`, which transformers reads
-    and then drops. This attribute stays, so that a model that is loaded and saved again is still dilated.
+    Setting it requests dilated attention; if another implementation was requested by its name, that one stays, with a
+    warning. Before it is set, reading it raises AttributeError. Reading a configuration file sets it too. The request
+    is written to `config.attn_implementation`, which transformers reads and then drops. This attribute stays, so that a
+    model that is loaded and saved again is still dilated.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
@@ -133,7 +134,10 @@ _their_implementation, _their_post_init = PreTrainedModel.get_correct_attn_imple
 
 
 def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
-    """Do what transformers' method of this name does, and refuse a model that would never call our implementation."""
+    """Do what transformers' `get_correct_attn_implementation` does. If that is ours, refuse a model that cannot use it.
+
+    See `register`. A model whose modules are not made yet is left to `_post_init`, unless `_chooses_a_class`.
+    """
     found = _their_implementation(self, *args, **kwargs)
     if found == NAME and (self._modules or _chooses_a_class(type(self))):  # else `_post_init` sees the made modules
         _require_own_layers(self)
@@ -141,8 +145,8 @@ def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) ->
 
 
 def _post_init(self: PreTrainedModel) -> None:
-    """Do what transformers' method of this name does after a model is made, and refuse a model that would never call
-    our implementation."""
+    """Do what transformers' `post_init` does after a model is made. If the model requests our implementation and cannot
+    use it, refuse it (see `register`)."""
     _their_post_init(self)
     if self.config._attn_implementation == NAME:
         _require_own_layers(self)
@@ -166,7 +170,9 @@ def _require_own_layers(model: PreTrainedModel) -> None:
 def register() -> None:
     """Make `attn_implementation="dilated_attention"` known to transformers, together with its mask function.
 
-    Configurations that hold a pattern then request it, and models that would stay dense are refused. Importing this
+    Configurations that hold a pattern (`config.dilated_attention`) then request it. A model that requests it raises
+    UnsupportedError when it is made, or when its implementation is set, if it does not call transformers' attention
+    interface or, with a pattern, caps its scores or has windows that the pattern's options do not keep. Importing this
     module calls this function.
 
     Examples:
@@ -631,8 +637,8 @@ def _attend_own(
 ) -> Tensor:
     """Compute a model's own attention, or attention over chosen blocks where `sparsify` asks for it.
 
-    is_causal: what the model passes; it matters only without a mask, see `_is_causal`. options: scale, dropout_p, sinks
-    and softcap of `attention`.
+    q, k, v and the result are shaped as in `attention`. is_causal: what the model passes; it matters only without a
+    mask, see `_is_causal`. options: scale, dropout_p, sinks and softcap of `attention`.
     """
     shown, chosen, held = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None), ""
     if chosen is None or not chosen.serves(shown):
@@ -646,9 +652,9 @@ def _attend_own(
 
 
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
-    """Refuse arguments that a model passes to its attention and that would change it in ways we do not compute.
+    """Raise UnsupportedError for any argument that is not None, False or without effect (see `_WITHOUT_EFFECT`).
 
-    own: the model's own attention is computed: accept `sliding_window`, since the mask already describes the window.
+    own: the model's own attention is computed: accept `sliding_window` too, since the mask describes the window.
     """
     for name, given in arguments.items():
         if given is None or given is False or name in _WITHOUT_EFFECT:

@@ -123,7 +123,7 @@ def read_mask(mask_function: Callable[..., Any]) -> Shown:
 def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
     """Return what limits the keys that a query sees, by name; a missing name sets no limit.
 
-    `before` and `after` are the most keys that it sees on each side; other names are fields of `Shown`.
+    `before` and `after`: how many keys before and after its own it sees at most; other names are fields of `Shown`.
     """
     if mask_function is causal_mask_function:
         return {"after": 0}
@@ -167,7 +167,11 @@ def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
 
 
 def _both(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the limits of a mask that combines masks by `and`; `parts`: their limits, from `_limits`."""
+    """Return the limits of a mask that combines masks by `and`; `parts`: their limits, from `_limits`.
+
+    Raises UnsupportedError if two masks set the same limit, other than `after`, or if one has `blocks` and another
+    limits more than `before`.
+    """
     found: dict[str, Any] = {}
     limited = [part for part in parts if "blocks" not in part]
     if len(limited) < len(parts) and any(part.keys() - {"before"} for part in limited):
@@ -186,7 +190,8 @@ def _widest(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the limits of a mask that combines masks by `or`, where one of them shows what all the others show.
 
     Gemma 3 turns its decoder into an encoder in this way: it combines the causal mask with a window on both sides.
-    Blocks of tokens that see one another are shown in addition. `parts`: the masks' limits, from `_limits`.
+    A causal mask and one with blocks give both their limits. `parts`: the masks' limits, from `_limits`. Raises
+    UnsupportedError for any other combination.
     """
     if len(parts) == 2 and parts[0] == {"after": 0} and parts[1].keys() == {"blocks"}:
         return parts[0] | parts[1]
@@ -238,7 +243,10 @@ def attend(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the attention of q `(batch, queries, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
+    """Return the attention of q `(batch, queries, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`.
+
+    The result is shaped like q, with the head_dim of v.
+    """
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "sinks": sinks, "softcap": softcap}
     if shown.samples is not None:
         return _attend_packed(shown, q, k, v, options)
@@ -294,7 +302,7 @@ def _pattern(shown: Shown, first: int) -> Dilated | Window:
 
 
 def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend in each sample of the batch separately, with positions counted from its first real token."""
+    """Attend in each sample separately, with positions from its first real token; rows before this token are 0."""
     assert shown.first_tokens is not None
     parts = []
     for i, first in enumerate(shown.first_tokens.tolist()):
@@ -316,7 +324,8 @@ def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[st
 
 
 def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend in a batch whose samples are shifted to begin with their first real token, and shift the results back."""
+    """Attend in a batch whose samples are shifted to begin with their first real token, and shift the results back.
+    Rows before this token are 0. Raises UnsupportedError with a cache."""
     assert shown.first_tokens is not None
     if shown.q_start or shown.k_start or shown.queries != shown.keys:
         raise UnsupportedError(f"chunks with a cache, in a graph that torch.compile traces: {_REMEDY}")

@@ -31,10 +31,10 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
               KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Return the part of a tile's list of blocks that one pass of the kernel's loop visits.
 
-    The pass with MASKED visits the blocks that may need a mask (EDGE of them, or all if it is negative), the other pass
-    the rest. T is the address of the tile's table line, `sample` the sample's offset b · lsb in INDPTR, n the query
-    head; LH query heads share a list, and lsh is the stride between such heads in INDPTR. If KEYS, the blocks hold
-    keys, otherwise queries. A step visits at most R positions, of one block of SIZE.
+    The pass with MASKED visits the blocks that may need a mask: the last EDGE of the list if KEYS, else the first EDGE,
+    or all if EDGE < 0. The other pass visits the rest. T is the address of the tile's table line, `sample` the sample's
+    offset b · lsb in INDPTR, n the query head; LH query heads share a list, and lsh is the stride between such heads in
+    INDPTR. If KEYS, the blocks hold keys, otherwise queries. A step visits at most R positions, of one block of SIZE.
 
     Returns the number of steps, and the part: the address of its first block, then start, stride, count and diagonal
     `near` of the span.

@@ -245,7 +245,8 @@ def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl
     """Write lse · log2(e) and delta = rowsum(dout · out) - dlse side by side, for the `size` = B · N · H rows of out.
 
     Rows that saw nothing get lse = inf, so that their p is 0. out is contiguous. The strides of dout, in elements, are
-    sb · UNIT, sn · UNIT and sh · UNIT. DLSE may be None, for a gradient of 0.
+    sb · UNIT, sn · UNIT and sh · UNIT. DLSE may be None, for a gradient of 0. A program writes
+    BM rows.
     """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)

@@ -179,8 +179,10 @@ def _size(
 
 
 def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
-    """Draw `wanted[i]` distinct numbers below `visible[i]` for each row i, uniformly. Return `wanted`, and the numbers
-    row by row, ascending within each row."""
+    """Draw `wanted[i]` distinct numbers below `visible[i]` for each row i, uniformly; both are `(rows,)`.
+
+    Return `wanted`, and all numbers in one flat tensor: row by row, ascending within each row.
+    """
     generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)

@@ -126,9 +126,10 @@ def lists_of_keys(grid: BlockGrid, keys: Tensor, lead: tuple[int, int]) -> Lists
 
 
 def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
-    """Return integer sort keys in ascending order. On the CPU they are sorted in place.
+    """Return integer sort keys in ascending order.
 
-    `kind`: of NumPy's sort, which only the CPU uses. "stable" takes linear time if `keys` joins a few sorted lists.
+    NumPy sorts CPU tensors in place. On other devices and inside `torch.func`, PyTorch returns a new tensor.
+    `kind`: NumPy's algorithm; "stable" takes linear time if `keys` joins a few sorted lists. PyTorch ignores it.
     """
     if keys.device.type != "cpu" or in_torch_func():  # their tensors have no memory that NumPy could sort
         return keys.sort().values
@@ -139,7 +140,8 @@ def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
 def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
     """Turn intervals of tokens into disjoint ascending runs of key blocks: (first block, length).
 
-    Both are `(rows, intervals)`. A run that is not needed has length 0. If the grid is causal, later keys are left out.
+    Both are `(rows, intervals)`. A run has length 0 if its interval is empty or other runs cover all its blocks. If the
+    grid is causal, keys after a row's last query are left out.
     """
     first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
     if grid.is_causal:

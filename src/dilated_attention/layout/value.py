@@ -556,7 +556,10 @@ class BlockLayout:
         return self._with(start, self.indices[entry])
 
     def for_heads(self, num_heads: int) -> BlockLayout:
-        """Return this layout for `num_heads` query heads: each list per KV head is repeated for its query heads."""
+        """Return this layout for `num_heads` query heads: a KV head's lists are repeated for each of its query heads.
+
+        A layout whose heads share their lists is returned unchanged.
+        """
         if self.num_heads == 1 or self.num_heads == num_heads:
             return self
         return self.select(heads=[head * self.num_heads // num_heads for head in range(num_heads)])
@@ -777,7 +780,7 @@ def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | 
 
 
 def _named(table: Tensor) -> Tensor:
-    """Mark and return a table that no other code refers to: `_own` does not copy a table that `cache.name_of` knows."""
+    """Name (`cache.name_of`) and return a table that no other code refers to, so that `_own` does not copy it."""
     if not torch.compiler.is_compiling():
         name_of(table)
     return table
@@ -786,7 +789,7 @@ def _named(table: Tensor) -> Tensor:
 def _own(table: Tensor) -> Tensor:
     """Return the table that a layout keeps: contiguous, as kernels read it, and never written to by others.
 
-    A table that `_named` has not marked is copied: it may belong to the caller, or lie in a buffer that a compiled
+    A table that `_named` has not named is copied: it may belong to the caller, or lie in a buffer that a compiled
     graph reuses.
     """
     if torch.compiler.is_compiling():

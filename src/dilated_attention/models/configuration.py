@@ -19,9 +19,9 @@ class Configuration:
     """Write the fields of a frozen dataclass as JSON, and read them.
 
     A subclass is the dataclass, and may set three class variables. The fields in `nested` are objects in the JSON text,
-    or null; each is mapped to the object's dataclass, or to a function (fields, where) that makes it. Fields in `newer`
-    may be missing, as in files of earlier versions, and then have their defaults. `presets` holds the fields of
-    published configurations by name.
+    or null; each is mapped to the object's dataclass, or to a function (fields, where) that makes it from its dict of
+    fields; `where` begins its error messages. Fields in `newer` may be missing, as in files of earlier versions, and
+    then have their defaults. `presets` holds the fields of published configurations by name.
     """
 
     nested: ClassVar[Mapping[str, Any]] = {}

@@ -53,7 +53,8 @@ class _Buffer(Protocol):
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
         """Return (heads, row, rows) of the token at a position.
 
-        It takes part in these KV heads, is kept in `row` (None: not kept), and sees `rows`, which include its own.
+        It takes part in these KV heads, is kept in `row` (None: not kept), and sees `rows`, which include its own
+        if it is kept.
         """
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
@@ -65,7 +66,8 @@ class _Buffer(Protocol):
 class _Segments:
     """Describe the buffer of a branch, which keeps the rows of the current segment.
 
-    `by_offset`: for each offset, the KV heads that have it.
+    For a head with offset o, row n holds the segment's token o + n * rate. `by_offset`: for each offset, the KV heads
+    that have it; heads that take no part are left out.
     """
 
     segment: int

@@ -294,7 +294,7 @@ class LongNetStack(Pretrained):
         The origin is the middle of the token's sample. Returns None in a model without positions.
 
         Args:
-            x: the tokens, over a mesh those of this shard.
+            x: the packed tokens, `(1, tokens, embed_dim)`; over a mesh, those of this shard.
             positions: must be None, else an UnsupportedError is raised.
             counts: the tokens of each sample; over a mesh, of the whole sequence.
             seq_len: over a mesh, the length of the whole sequence.

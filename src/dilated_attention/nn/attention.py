@@ -509,7 +509,8 @@ def _require_causal(attn_mask: Tensor, seq_len: int) -> None:
 
 
 def _require(condition: Tensor, message: str) -> None:
-    """Raise UnsupportedError unless `condition`, a single boolean, is true. A compiled graph raises when it runs."""
+    """Raise UnsupportedError unless `condition`, a single boolean, is true. A compiled graph, when it runs, raises
+    RuntimeError instead."""
     if torch.compiler.is_compiling():
         require_when_run(condition, message)
     elif not condition:

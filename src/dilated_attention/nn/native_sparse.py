@@ -53,9 +53,9 @@ class BlockPooling(nn.Module):
         return self.row(F.gelu(self.hidden(self._blocks(x))))
 
     def sums(self, x: Tensor) -> Tensor:
-        """Return W_1 [x_{i·d}; …; x_{i·d+l-1}] for each block. Over a mesh, x is 0 at the tokens of other ranks.
+        """Return W_1 [x_{i·d}; …; x_{i·d+l-1}] for each block, shaped like the result of forward.
 
-        Shapes are as in forward.
+        Over a mesh, each rank passes x with 0 at the tokens of other ranks, and the ranks' results are then added.
         """
         return self.hidden(self._blocks(x)) - self._of_nothing(x)
 
@@ -310,6 +310,7 @@ class NativeSparseAttention(SelectingAttention):
 
         `key`: the compressed keys. Every `query_block`-th token chooses. Over a mesh, rank i holds tokens [edges[i],
         edges[i + 1]), this rank from `start`. Each rank computes its own queries' blocks, and all ranks get them all.
+        Without a mesh `start` is 0.
         """
         first = -start % self.query_block
         position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)

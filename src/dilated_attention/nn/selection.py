@@ -42,7 +42,8 @@ def largest_blocks(
     """Return the indices of each query's `number` most important blocks up to its own; -1 where it sees fewer.
 
     Among equally important blocks the first ones are taken. The last `local` blocks up to the query's own, and with
-    `first` block 0, are taken before all others.
+    `first` block 0, are taken before all others. The result lists these first, then the others from the most important
+    to the least; the -1 come last. It has min(`number`, blocks) entries per query.
 
     `own`: the block in which each query lies.
     """
@@ -286,7 +287,7 @@ class SelectingAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
     def _edges(self, x: Tensor) -> list[int]:
-        """Return where each rank's shard of x begins, and the sequence's end.
+        """Return where each rank's shard of x begins, and the sequence's end. Called over a mesh only.
 
         Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
         """

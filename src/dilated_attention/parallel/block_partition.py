@@ -76,7 +76,10 @@ def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) ->
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Yield (KV heads, layout's heads): KV heads with the same lists, and the heads of `layout` that hold them."""
+    """Yield (KV heads, layout's heads): KV heads of `crossing`, and the heads of `layout` that hold their lists.
+
+    If `layout` has lists for one head only, all KV heads share them and are yielded together; else one by one.
+    """
     if layout.num_heads == 1:
         yield crossing.heads, [0]
         return
@@ -184,7 +187,11 @@ class BlockQueries:
 
 @dataclass(frozen=True)
 class BlockProblem(Remote):
-    """Hold what `problem` returns: a rank's queries in a crossing segment, over their listed keys in `tokens`."""
+    """Hold what `problem` returns: a rank's queries in a crossing segment, and the keys that they see.
+
+    The key tensor (`Remote`) has the rows and heads of the short sequence (`BlockQueries`), and the plan is one segment
+    with all of them. `queries` keep it from seeing slots without a key.
+    """
 
     queries: BlockQueries
 

@@ -122,8 +122,8 @@ def _joined(
 ) -> BlockLayout:
     """Return the layout of all heads: gather the lists rank by rank, then put them in the order of a layout's rows.
 
-    `layout`: of this rank's heads, None without heads. `facts`: for each rank, [batch size, layout heads per KV head,
-    seq_len, q_block, k_block, is_causal, number of blocks] of its layout. `shares`: as in `_heads_of`.
+    `layout`: the layout of this rank's heads; None if it has none. `facts`: for each rank, [batch size, layout heads
+    per KV head, seq_len, q_block, k_block, is_causal, number of blocks] of its layout. `shares`: as in `_heads_of`.
     """
     batch, ratio, seq_len, q_block, k_block, is_causal, _ = facts[0]
     rows, heads = -(-seq_len // q_block), [ratio * edge for edge in shares]

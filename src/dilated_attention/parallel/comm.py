@@ -459,7 +459,7 @@ class Link:
         return refusals or f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}"
 
     def _seals(self, buffer: Tensor, framing: Framing) -> Tensor:
-        """Return the seals in a buffer, int64 `(messages, 2)`."""
+        """Return the seals in a buffer, int64 `(messages, 2)`: the hash and the transfer's number (see `Framing`)."""
         where = torch.from_numpy(framing.seals).to(buffer.device)
         found = buffer.flatten(1).view(torch.uint8)[where].flatten(1)
         return found[:, :_SEAL_BYTES].flatten().view(torch.int64).view(-1, 2)

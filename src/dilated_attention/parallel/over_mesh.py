@@ -391,10 +391,10 @@ def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def account(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[traffic.TransportChoice, traffic.ExchangePlan, tuple[StridedGroup, ...]]:
-    """Return how rows travel, what this rank moves, and all groups that it computes, as if there were no block layouts.
+    """Return how rows travel, what this rank moves, and all groups that it computes.
 
-    For a padded batch this is the traffic of all samples together, their groups one after another, and the transport
-    of the longest sample.
+    Block layouts reduce the traffic; the groups ignore them. For a padded batch this is the traffic of all samples
+    together, their groups one after another, and the transport of the longest sample.
     """
     shards, group, edges = _mesh(call)
     rank = dist.get_rank(group)

@@ -27,7 +27,7 @@ class Part:
 
     Attributes:
         queries: the queries and their layout, if the queries are not simply all rows of the shard; else None.
-        tokens: the token in the whole sequence of each row and head of the keys; None: the shard's tokens.
+        tokens: `(rows, heads)`, the global token of each key; None: the shard's tokens. Not read if `queries` is given.
     """
 
     keys: Tensor
@@ -199,7 +199,10 @@ class Feed:
             yield gather.part(rows)
 
     def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
-        """Yield the parts that read the buffer `rows`, take back each one's (dk, dv), and return their sum by row."""
+        """Yield the parts that read the buffer `rows`, take back each one's (dk, dv), and return their sums.
+
+        The sums have the shape of `rows`, and the dtype that `statistic` returns.
+        """
         sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
         for gather in self.gathers:
             gather.scatter((yield gather.part(rows)), sums)

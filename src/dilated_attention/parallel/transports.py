@@ -68,8 +68,9 @@ Made = TypeVar("Made", bound="_Tables | _DoublingTables")
 class _Schedule(Generic[Made]):
     """Base class of schedules, for one sharding on one rank.
 
-    A subclass defines `make`, and the coroutines of a schedule (see the module): `forward(k, v)`, which returns a
-    tensor to save, and `backward(k, v, saved)`. They read `self.tables`, which `make` has made or the cache has kept.
+    A subclass defines `make` and two generators. `forward(k, v)` yields the parts to compute and returns a tensor to
+    save. `backward(k, v, saved)` yields parts, is sent each part's (dk, dv), and returns (dk, dv) of the shard. Both
+    read `self.tables`, which `make` has made or the cache has kept.
 
     `row_bytes`: the bytes of a message's row. `Made`: the type of the tables that `make` returns.
     """
@@ -149,9 +150,9 @@ class AllGather(Exchange):
 class Ring(_Schedule[_Tables]):
     """Send rows point to point, to one peer per step; at most two peers' rows are in memory at a time.
 
-    No rows are kept for the backward, which fetches them again. If one rank sends rows to another in step d, it sends
-    gradients to that rank in step size - d. Messages between two ranks match by their order, so every rank runs the
-    steps in the same order.
+    No rows are kept for the backward, which fetches them again. With n ranks, a rank that sends rows to another in step
+    d sends gradients to that rank in step n - d. Messages between two ranks match by their order, so every rank runs
+    the steps in the same order.
     """
 
     @staticmethod
@@ -247,9 +248,10 @@ class Doubling(_Schedule[_DoublingTables]):
 
     The ranks form blocks of 2^i neighbours. In round i, two sibling blocks give each other their rows of the segments
     that reach beyond one block, so a segment of 2^n shards is complete after n rounds. Its branch is then computed,
-    while the rows of the next round travel. If the offsets are nested, and segments and dilation rates double
-    together from branch to branch, every round moves the same number of rows. The backward gets the buffer of all
-    rows that the forward held, and returns their gradients through the same rounds in reverse order.
+    while the rows of the next round travel. Every round moves the same number of rows if segments and dilation rates
+    double together from branch to branch, and the tokens that a head takes in a branch include those that it takes in
+    the next. The backward gets the buffer of all rows that the forward held, and returns their gradients through the
+    same rounds in reverse order.
     """
 
     @staticmethod

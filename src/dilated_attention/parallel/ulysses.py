@@ -51,7 +51,10 @@ class Ulysses:
         return [x.unflatten(0, (size, shard)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(2, 3) for x in arrived]
 
     def _exchange(self, rows: Sequence[Tensor], leaving: list[int], arriving: list[int], what: str) -> list[Tensor]:
-        """Exchange rows of several tensors, `(rows, ...)`, packed side by side into bytes that `Link.moved` moves."""
+        """Pack rows of several tensors, `(rows, ...)`, side by side, exchange them, and return those that arrive.
+
+        `leaving`, `arriving`: the number of rows to and from each rank, as in `Link.moved`.
+        """
         packed = torch.cat([_packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
         widths = [x.shape[1:].numel() * x.element_size() for x in rows]
         parts = self.link.moved(packed, leaving, arriving, what).split(widths, 1)

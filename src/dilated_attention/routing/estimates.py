@@ -123,8 +123,8 @@ def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: i
 
     Args:
         choices: (all rows,): each row may see this many columns, counted from the first.
-        listed: (B, H, tiles, listed), ascending columns for each tile of `tile` rows. Numbers past the last column pad
-            short lists and are never seen.
+        listed: (B, H, tiles, listed), ascending columns for each tile of `tile` rows; tile 0 begins at `at.start`.
+            Numbers past the last column pad short lists and are never seen.
     """
     batch, heads, _, number = listed.shape
     parts, peaks, kv_heads = x.weight.shape[1], x.peaks, x.key.shape[2]

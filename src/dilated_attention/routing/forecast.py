@@ -38,8 +38,8 @@ class Forecast:
         sampled: the rows (query blocks) of which the softmax of a few tokens is computed.
         seen: these tokens' mean share of each key block, `(B, H, sampled, columns)`; 0 where the row may not choose the
             block. The forecast of a row uses those of earlier rows only.
-        held: `(B, H, 3)`, for each of the three the sum of `seen` over its lists so far, plus log(prior) /
-            FORECAST_RATE. The weights are softmax(FORECAST_RATE * held).
+        held: `(B, H, 3)`, for each of the three the sum of `seen` over its lists so far, plus log(FORECAST_PRIOR) /
+            FORECAST_RATE. The weights are softmax(FORECAST_RATE * held); they start at FORECAST_PRIOR.
 
     Args:
         group: average what the query heads of a KV head have seen; H is then the number of KV heads.
@@ -105,11 +105,12 @@ class Forecast:
 
 
 def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidates) -> Tensor:
-    """Return the causal softmax of some tokens of each sampled block, summed by key block, over every eighth key.
+    """Return a sample of the causal softmax, summed by key block: (B, H, sampled blocks, columns).
 
-    Shape: (B, H, sampled blocks, columns), averaged over the tokens. The first key, which may hold most of the softmax
-    (an attention sink), always takes part and counts once; each other key that takes part counts eight times. If 8 does
-    not divide k_block, their greatest common divisor replaces 8.
+    For each query block in `sampled` it is the mean over FORECAST_TOKENS (4) of the block's tokens, each of which sees
+    every eighth key. The first key, which may hold most of the softmax (an attention sink), always takes part and
+    counts once; each other key that takes part counts eight times. If 8 does not divide k_block, their greatest common
+    divisor replaces 8.
     """
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)

@@ -121,7 +121,8 @@ def _shares(
     Args:
         met: (B, H, rows, hashes * buckets), the share of a query block's queries in each bucket; the shares in one hash
             sum to 1 / hashes. Overwritten.
-        centre_q, centre_k: the means that are subtracted from queries and keys before hashing; centre_q is q̄.
+        centre_q, centre_k: the means that are subtracted from queries and keys before hashing, (B, 1, H or kv_heads,
+            D); when causal, one per row or column instead of 1. centre_q is q̄.
         means: (B, columns, kv_heads, D), the mean key of each key block.
     """
     group, skip = met.shape[1] // k.shape[2], int(grid.is_causal)

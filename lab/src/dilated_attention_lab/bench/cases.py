@@ -90,8 +90,8 @@ class Case:
             the module `RingDilatedAttention` without a mesh; `multihead`, `multihead block-sparse`: the modules with
             their projections, heads x head_dim wide; others: the block-sparse layout run in another way, see rivals.py.
         segment_lengths, dilation_rates, offsets: the dilated pattern, or the calls that stand for it.
-        blocks, density, block_size: the layout: a builder of `BlockLayout` and the requested density; dilated
-            layouts take every second block.
+        blocks, density, block_size: the layout: a builder of `BlockLayout` and the requested density; with
+            `blocks="dilated"` a query block sees every second block within reach.
         dtype: the name of a torch dtype, such as `float32`.
         backend: as in `dilated_attention`.
     """

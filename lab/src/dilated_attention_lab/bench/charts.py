@@ -67,7 +67,7 @@ Series = Mapping[str, tuple[str, str, Sequence[tuple[float, float]]]]
 
 
 def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure | None:
-    """Draw series side by side on logarithmic axes; None if there is nothing to draw.
+    """Draw series side by side with logarithmic y axes; None if there is nothing to draw.
 
     panels: for each pair of axes its series, and settings for `Axes.set`. size: width of one panel in inches.
     """
@@ -118,7 +118,8 @@ def _compare_lengths(rows: list[Record]) -> Figure | None:
 
 
 def _compare_shares(rows: list[Record]) -> Figure | None:
-    """Draw the time as a ratio to dense attention's, by the share of its score entries, at 4,096 tokens."""
+    """Draw the time of a forward as a ratio to dense attention's, by the share of its score entries, at 4,096 tokens:
+    points for each kind of variant in MARKERS."""
     series: dict[str, tuple[str, str, list[tuple[float, float]]]] = {
         kind: (marker, "black", []) for kind, marker in MARKERS.items()
     }
@@ -154,10 +155,11 @@ def _stages(rows: list[Record]) -> Figure:
 
 
 def weak_scaling(rows: list[Record]) -> Figure | None:
-    """Draw, by sequence length, the bytes that a rank receives and the time of its forward, as `simulate` found them.
+    """Draw, by sequence length, the bytes that a rank receives and the time of its forward, as `simulate` found them,
+    for this library and the schemes of `World.others`.
 
-    All points have the same number of tokens per rank. They are the rows that differ from the newest modelled one only
-    in the length and the number of ranks, and its network is drawn. None if there are fewer than two lengths.
+    All points have the same number of tokens per rank. Rows are taken that differ from the newest modelled row only in
+    length and number of ranks; communication is as modelled for its network. None if there are fewer than two lengths.
     """
 
     def kind(row: Record) -> dict[str, Any]:

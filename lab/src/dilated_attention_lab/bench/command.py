@@ -211,7 +211,8 @@ def _recorded(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]
 
 
 def _writable(folder: Path, name: str = "--out") -> Path:
-    """Return the folder after making it. Raises ValueError, before minutes of measuring, if it cannot be written."""
+    """Return the folder after making it. Raises ValueError, before minutes of measuring, if it cannot be written.
+    name: what the error calls the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -71,7 +71,7 @@ class Setting:
 
     @property
     def has_plan(self) -> bool:
-        """Return whether the bars of PLAN, for the time of block-sparse attention, are set for this setting."""
+        """Return whether the bars of PLAN apply: the base is REPORTED, and the calls are not compiled."""
         return self.base == REPORTED and not self.compiled
 
     @property
@@ -139,8 +139,8 @@ def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
     """Yield one row per variant, and rows with bars.
 
     The rows with bars are: one with the largest error of all variants, before the rows of the variants that were run;
-    if the setting has a plan, each block-sparse variant's time over each dilated one's (PLANNED, BASELINES); and for
-    each phase, the time of the ring module in one process over `dilated_attention`'s (PAIR).
+    if `setting.has_plan`, the time of each variant in PLANNED over each one's in BASELINES; and for each phase, the
+    time of the ring module in one process over `dilated_attention`'s (PAIR).
     """
     cases, refusals = variants(setting.base), {}
     calls: dict[str, Call] = {}
@@ -190,8 +190,9 @@ def _refusal(case: Case) -> str | None:
 
 
 def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> dict[str, float]:
-    """Return by name: the error against float64, the score entries divided by those of dense attention, the mean number
-    of keys that a token sees in any head and, in plain settings where it can be measured, the peak memory."""
+    """Return by name: the relative error in norm over ROWS rows against float64, the score entries divided by those of
+    dense attention, the mean number of keys that a token sees in any head and, in plain settings where it can be
+    measured, the peak memory."""
     rows, inputs = rows_of(setting.base, ROWS), inputs_of(setting.base, device)
     out, peak = call_and_peak(call, inputs, device, warm=setting.plain)
     q, k, v = (x.cpu() for x in inputs)
@@ -233,8 +234,8 @@ def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
 
 
 def ring_of_two(setting: Setting, device: torch.device) -> Iterator[Row]:
-    """Yield the row of a ring of two processes of one thread each, measured in separate rounds; nothing if the setting
-    has no ring of two."""
+    """Yield the row of a ring of two processes of one thread each, measured in separate rounds; nothing unless the
+    setting is `plain` and has at most 32,768 tokens."""
     if not setting.has_ring_of_two:
         return
     case = variants(setting.base)["LongNet branches"]

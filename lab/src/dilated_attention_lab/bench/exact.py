@@ -13,7 +13,7 @@ from dilated_attention_lab.bench.cases import MULTIHEAD, SPARSE, Case
 
 
 def keys_of(case: Case, row: int, head: int) -> Tensor:
-    """Return the keys that a row sees in a head. A key that several branches show is listed several times."""
+    """Return the positions of the keys that token `row` sees in a head, one entry for each branch that shows it."""
     pattern, layout_of = case.pattern, _layouts(case)
     found = [torch.empty(0, dtype=torch.int64)]
     table = pattern.offset_table(case.heads)

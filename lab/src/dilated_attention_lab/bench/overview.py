@@ -154,7 +154,7 @@ PLAIN = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2
 
 
 def length(results: Path) -> list[Panel]:
-    """Chart the time of a forward by sequence length."""
+    """Chart the time of a forward by sequence length: dense, dilated, head groups and local blocks."""
     path, series = results / ZEN4 / "compare.jsonl", []
     for label, variant in {
         "dense": "dense",
@@ -169,7 +169,8 @@ def length(results: Path) -> list[Panel]:
 
 
 def shares(results: Path) -> list[Panel]:
-    """Chart the time as a ratio to dense attention's, by the share of dense attention's score entries."""
+    """Chart the forward time of dilated patterns and of local and random blocks as a ratio to dense attention's, by the
+    share of dense attention's score entries."""
     rows = _rows(results / ZEN4 / "compare.jsonl", "compare", seq_len=4096, **PLAIN)
     series = []
     for label, kinds in {

@@ -115,7 +115,7 @@ def _scaling(case: Case, rounds: int) -> dict[str, Any]:
     link = link_of(mesh)
 
     def compute() -> float:
-        """Run `shared`, and return its seconds without those that the rank waits for others' rows."""
+        """Run the forward and backward on all ranks; return the seconds without those waiting for others' rows."""
         link.traffic = Traffic()
         begin = time.perf_counter()
         shared()

@@ -131,8 +131,11 @@ def _recall(console: Console, tokens: int, seed: int, device: torch.device) -> d
 
 
 def _learn(console: Console, models: Mapping[str, LongNetLM], tokens: int, seed: int) -> dict[int, int]:
-    """Train the dilated model until it answers, the other with as many steps of each length. Returns the steps by
-    sequence length."""
+    """Train both models of `recall.models` by `recall.learn`. Return the steps, the same for both, by sequence length.
+
+    The dilated model comes first: each stage ends above a running mean of 98 % right answers, or after `MOST_STEPS`.
+    The window model then takes as many steps in each stage. tokens: the length that no stage's sequences exceed.
+    """
     steps: dict[int, int] = {}
     for name, model in models.items():
         generator, limit = torch.Generator().manual_seed(seed), dict(steps) or recall.MOST_STEPS

@@ -29,8 +29,9 @@ MOST_STEPS = {128: 400, 512: 300, 2048: 60}
 
 
 def pattern(tokens: int) -> Dilated:
-    """Return three branches (rates 1, 16, 128) in which every head takes the last residue: tokens 127, 255, … take part
-    in all branches. `tokens` should be a multiple of 128.
+    """Return three branches: segments of 128, 2,048 and `tokens` (at least 2,048), at rates 1, 16 and 128.
+
+    Every head takes the last residue: tokens 127, 255, … take part in all. `tokens` should be a multiple of 128.
 
     In layer 1 each of these tokens sees its segment of 128; in layer 2 the last token, the question, sees all of them.
     So two layers reach every token. All heads have the same offsets, so the question sees far keys in every head.
@@ -88,7 +89,10 @@ def models(tokens: int, seed: int, device: torch.device) -> dict[str, LongNetLM]
 def draw(
     count: int, tokens: int, generator: torch.Generator, distances: range | None = None
 ) -> tuple[Int[Tensor, "count tokens"], Int[Tensor, " count"]]:
-    """Draw sequences and their answers. distances: those allowed between fact and question; None: any."""
+    """Draw sequences of fillers with one fact, then the question as the last token. The answer is the fact's token id.
+
+    distances: those allowed between fact and question, in tokens; None: any.
+    """
     sequences = torch.randint(VALUES + 1, VALUES + 1 + FILLERS, (count, tokens), generator=generator)
     answers = torch.randint(VALUES, (count,), generator=generator)
     places = range(1, tokens) if distances is None else distances

@@ -130,7 +130,7 @@ def shares(
         q: `(batch, rows * parts * joined, heads, head_dim)`; k: `(batch, columns * peaks * joined, kv_heads,
             head_dim)`; tokens that are missing at the end count as zeros.
         weight: float32 `(rows, parts)`, the weight of each query in its row's share.
-        seen: int64 `(rows, parts)`: each query sees this many keys, counted from the first.
+        seen: int64 `(rows, parts)`: each query sees this many keys (each of `joined` tokens), counted from the first.
         first_key: `(batch, 1, kv_heads, head_dim)`, used in place of k[:, :1]. Both must be views of one tensor. Not
             with `joined` or `listed`.
         logarithm: float32 `(columns, peaks)`, added to the scores of each key.

@@ -53,7 +53,7 @@ def as_timed(case: Case, label: str) -> Check:
 
 
 def wide(check: Check, device: torch.device) -> Iterator[Row]:
-    """Check with 64-bit offsets, which otherwise only huge strides need."""
+    """Run `correctness` of triton with 64-bit offsets, which otherwise only huge strides need."""
     with patch.object(triton, "WIDE_FROM", 0):
         yield from correctness(replace(check, name=f"{check.name}, wide offsets"), "triton", device)
 

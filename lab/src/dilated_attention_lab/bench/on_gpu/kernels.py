@@ -69,7 +69,7 @@ def compiled(kernel: Kernel, case: Case, device: torch.device) -> Iterator[Row]:
 
 
 def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    """Yield the time of a whole call with each tile shape of this kernel; the fastest goes into configurations.py.
+    """Yield the time of a whole call with each tile shape of this kernel, to choose those in configurations.py.
 
     budget: about how many seconds all rounds take.
     """

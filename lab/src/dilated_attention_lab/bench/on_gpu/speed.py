@@ -209,8 +209,9 @@ def against(
 
 
 def threshold(device: torch.device, budget: float, case: Case = SMALL, lengths: Sequence[int] = SHORT) -> Iterator[Row]:
-    """Find the least work (score entries x head_dim) from which triton is as fast as native at all lengths measured, in
-    the forward and with the backward. `case` is measured at each of `lengths`, for about `budget` seconds each."""
+    """Find the least work (score entries x head_dim) from which triton is as fast as native, at this and all longer
+    lengths measured, in the forward and with the backward. `case` is measured at each of `lengths`, for about `budget`
+    seconds each."""
     faster: list[tuple[int, bool]] = []
     for length in lengths:
         case = replace(case, seq_len=length)

@@ -171,7 +171,7 @@ def _over_native(cases: Sequence[Case], phases: Sequence[str], bar: float | None
 
 
 def _short_rows(dtype: str, budget: float) -> Step:
-    """Time segments so short that the overhead of a tile decides. The choice of `auto` rests on them.
+    """Compare with native on segments so short that the overhead of a tile decides. The choice of `auto` rests on them.
 
     budget: about how many seconds all rounds take.
     """
@@ -181,7 +181,7 @@ def _short_rows(dtype: str, budget: float) -> Step:
 
 
 def _small(dtype: str, budget: float) -> Step:
-    """Time calls that are mostly the overhead of reaching the kernel, for about `budget` seconds."""
+    """Compare forwards that are mostly the overhead of reaching the kernel with native, for about `budget` seconds."""
     cases = [_short(replace(DILATED, seq_len=seq_len, dtype=dtype), seq_len) for seq_len in (64, 512)]
     return Step(f"small calls, {dtype}, over native", lambda: _over_native(cases, ("forward",), 0.8, budget))
 

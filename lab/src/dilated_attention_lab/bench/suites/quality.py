@@ -172,7 +172,7 @@ def _recall(size: Size, longest: int, device: torch.device) -> Iterator[Row]:
 
 def _distances(reach: int, length: int) -> list[tuple[int, int]]:
     """Return ranges of distances in tokens, (first, last + 1): one within the window's reach, then ranges that grow
-    fourfold."""
+    fourfold up to `length`."""
     edges = [1, min(reach + 1, length)]
     while edges[-1] < length:
         edges.append(min(4 * edges[-1], length))

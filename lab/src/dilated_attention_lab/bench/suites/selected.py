@@ -80,7 +80,8 @@ def _trained(call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Contende
 
 
 def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Step:
-    """Time lists of `number` single tokens, one list per query for all heads, for about `budget` seconds.
+    """Compare lists of `number` single tokens, one list per query for all heads, with `gather` and dense attention.
+    This takes about `budget` seconds.
 
     The lists are drawn uniformly, not chosen by an indexer.
     """
