@@ -480,7 +480,7 @@ def test_compiled_and_exported(fresh_python):
 
 @pytest.mark.slow
 def test_exported_by_definition_with_a_layout(fresh_python):
-    """As for ONNX. What the trace derives of the layout stays in the trace."""
+    """ONNX needs this. What the trace derives of the layout stays in the trace."""
     fresh_python(
         """
         import torch
