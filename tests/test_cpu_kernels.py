@@ -45,7 +45,7 @@ IN_FLOAT32 = SETS[: cpu.HIGHEST_IN_FLOAT32]
 EMULATED = "emulated AMX"  # whose other instructions are those of the set below it
 HALVES = "float32 in halves"
 FEW = "few rows"  # however many a tile has
-EMULATES = cpu.instruction_set() >= AMX - 1 and build.compiler() is not None
+EMULATES = cpu.instruction_set() >= AMX - 1 and bool(build.compiler())
 TILES = [AMX] if AMX in SETS else [EMULATED] if EMULATES else []
 """The tiles of the machine, or emulated ones."""
 IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[cpu.HIGHEST_IN_FLOAT32 : AMX - 1], *TILES)]
@@ -821,6 +821,14 @@ def test_the_target_of_a_compiler(name, expected, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(compiler))
     assert (build.target() == expected) == (expected is not None) == (build.target() in build.SERVED)
     assert (build.refusal() is None) == (expected is not None)
+
+
+def test_a_compiler_by_name_is_that_one_or_none(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no C++ compiler was found (CXX=no-such-compiler)" in build.refusal()
+    monkeypatch.setenv("CXX", "env LC_ALL=C c++")
+    assert build.compiler() == ["env", "LC_ALL=C", "c++"]
+    assert build.refusal() is None
 
 
 # ---- the choice

@@ -133,6 +133,7 @@ def test_both_distributions_have_one_version():
     assert line in library
     assert line in lab
     assert f'"dilated-attention=={dilated_attention.__version__}"' in lab
+    assert f"\nversion: {dilated_attention.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert "dilated-attention-lab" not in library  # no extra needs a distribution that may not be published
 
 

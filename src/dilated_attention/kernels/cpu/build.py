@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,7 @@ FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra",
     "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized",
 )  # fmt: skip
-_STATIC = ("-shared", "-static-libstdc++", "-static-libgcc", "-pthread", "-ldl")
+_STATIC = ("-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-pthread", "-ldl")
 _MACOS = "-mmacosx-version-min=11.0"
 SERVED: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...], str]] = {
     ("linux", "x86_64"): ((), _STATIC, "linux_x86_64"),
@@ -61,7 +62,7 @@ SERVED: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...], str]] = {
 """For each supported operating system and architecture: compiler options of all files, linker options, and the platform
 name of a wheel.
 
-A Linux machine's libstdc++ may be older than the compiler's, so it is linked into the library.
+A Linux machine's libstdc++ may be older than the compiler's, so the library contains it, and does not export it.
 """
 
 
@@ -69,10 +70,11 @@ class BuildError(RuntimeError):
     """Report that the kernels could not be compiled."""
 
 
-def compiler() -> str | None:
-    """Return $CXX, or the first of c++, g++ and clang++ that is on the path; None if there is none."""
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+def compiler() -> list[str]:
+    """Return the command $CXX if it is set, else the first of c++, g++ and clang++ on the path; empty if not found."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    commands = [named] if named else [["c++"], ["g++"], ["clang++"]]
+    return next((command for command in commands if shutil.which(command[0])), [])
 
 
 def machine() -> str:
@@ -85,7 +87,7 @@ def target() -> tuple[str, str]:
     """Return the operating system and architecture that the compiler builds for; without a compiler, this machine's."""
     name = f"{machine()}-{platform.system()}"
     if found := compiler():
-        name = subprocess.run([found, "-dumpmachine"], capture_output=True, text=True).stdout.strip() or name
+        name = subprocess.run([*found, "-dumpmachine"], capture_output=True, text=True).stdout.strip() or name
     architecture, *rest = name.lower().replace("macos", "darwin").split("-")
     system = next((x for x in ("linux", "darwin") if any(word.startswith(x) for word in rest)), "-".join(rest))
     return system, "arm64" if architecture == "aarch64" else architecture
@@ -96,8 +98,9 @@ def refusal() -> str | None:
     if target() not in SERVED:
         system, architecture = target()
         return f"they serve Linux on x86-64 and arm64, and macOS on arm64, not {system} on {architecture}"
-    if compiler() is None:
-        return f"no C++ compiler was found; install g++ or clang++, or name one in CXX, and run {COMMAND}"
+    if not compiler():
+        named = f" (CXX={os.environ['CXX']})" if os.environ.get("CXX") else ""
+        return f"no C++ compiler was found{named}; install g++ or clang++, or name one in CXX, and run {COMMAND}"
     return None
 
 
@@ -156,7 +159,7 @@ def build() -> Path:
 
 def run_compiler(*arguments: str) -> None:
     """Run the compiler. Raises BuildError with the compiler's message if it fails."""
-    command = [compiler() or "c++", *arguments]
+    command = [*(compiler() or ["c++"]), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"{' '.join(command)} failed:\n{done.stderr}")
