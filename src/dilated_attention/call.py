@@ -240,7 +240,11 @@ class Call:
         return dropout_of(self.dropout_p, self.seed, q.shape[0], q.shape[2], queries, keys[:, None], self.first_head)
 
     def over(self, shards: Shards) -> Call:
-        """Return the same call with `shards`, to which the edges of packed samples are added. Checks the samples."""
+        """Return the same call over the ranks that `shards` describes; it moves the edges of packed samples there.
+
+        A single layout of packed samples is replaced by its prefixes for the numbers of tokens that take part in their
+        segments. Raises ValueError if lengths or cu_seqlens do not fit the global length.
+        """
         samples, layouts = None, self.layouts
         # Read here, before the ranks wait for one another, so that every rank raises what is wrong with them.
         slices = [seq for _, seq in self.samples(shards.bounds[-1])]

@@ -19,7 +19,7 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
-    """Raise ValueError unless q, k and v of one call are `dense` and their shapes fit together.
+    """Raise ValueError unless q, k and v of one call pass the check `dense` and their shapes fit together.
 
     Only the head_dim of v may differ, q may have a multiple of the heads of k, and, if `placed` (positions were given),
     the lengths of q and k may differ. Warns if seq and heads seem to be swapped.
@@ -230,8 +230,7 @@ def positive(name: str, value: Any) -> int:
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:
     """Return a sequence, array or tensor of integers as ints.
 
-    Raises ValueError for anything else and for integers below `least`: `name` must hold `wanted`, in the message's
-    words.
+    Raises ValueError for anything else and for integers below `least`; the message says that `name` must hold `wanted`.
     """
     held = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(held, (str, bytes)) or not isinstance(held, Sequence):

@@ -41,9 +41,9 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int, int], Tensor]:
-    """Return a function of a sample's number and n, which returns which of n tokens sees which.
+    """Return a function of (a sample's number, n) that says which of a segment's n participating tokens sees which.
 
-    Its result is bool `(heads or 1, queries, keys)`, True where a query sees a key. A sample that is shorter than the
+    Its result is bool `(heads or 1, n, n)`, True where a query sees a key. A sample that is shorter than the
     layout has the lists of the layout's first tokens.
     """
     layouts = [layout.for_heads(heads) for layout in layouts]

@@ -26,9 +26,9 @@ def merge_into(
     part_out: Float[Tensor, "*rows dim"],
     part_lse: Float[Tensor, "*rows"],
 ) -> None:
-    """Merge a partial result into the running (out, lse), in place. part_lse too becomes the merged lse.
+    """Merge a partial result into the running (out, lse), in place. part_lse is overwritten with the merged lse.
 
-    Strided views will do.
+    The tensors may be strided views.
     """
     # The part's share is exp(part_lse - merged) = sigmoid(part_lse - lse). Two empty rows give NaN: their share is 0.
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0).unsqueeze(-1)
@@ -104,7 +104,7 @@ def _check_parts(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -
 
 
 def add_phantoms(out: Float[Tensor, "*rows dim"], lse: Float[Tensor, "*rows"], number: int) -> None:
-    """Merge (out, lse), in place, with `number` keys of score 0 and value 0. Their partial result is (0,
+    """Merge (out, lse), in place, with `number` >= 1 keys of score 0 and value 0. Their partial result is (0,
     log number)."""
     merged = torch.logaddexp(lse, lse.new_tensor(math.log(number)))
     out.mul_(torch.exp(lse - merged).unsqueeze(-1))
@@ -114,8 +114,8 @@ def add_phantoms(out: Float[Tensor, "*rows dim"], lse: Float[Tensor, "*rows"], n
 def with_sinks(
     out: Float[Tensor, "batch seq heads dim"], lse: Float[Tensor, "batch seq heads"], sinks: Float[Tensor, " heads"]
 ) -> Float[Tensor, "batch seq heads dim"]:
-    """Return out with one more term in the denominator, exp(sinks_h): merged with the part (0, sinks_h).
-    Differentiable.
+    """Return out with one more term, exp(sinks_h), in the softmax denominator of head h: out merged with the partial
+    result (0, sinks_h). Differentiable.
 
     out_i exp(lse_i) / (exp(lse_i) + exp(sinks_h)) = out_i sigmoid(lse_i - sinks_h); 0 where the query sees no key.
     A sink of -inf adds nothing.

@@ -207,7 +207,7 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: list[Tensor],
     *packed: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv), contiguous, from out and lse of `dilated_attention::forward`, and what else it saved."""
+    """Return (dq, dk, dv), contiguous, from what `dilated_attention::forward` returned: out, lse and then `saved`."""
     return _run_backward(_unpack(k, *packed), dout, dlse, q, k, v, out, lse, saved)
 
 

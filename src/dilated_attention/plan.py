@@ -26,8 +26,8 @@ class Branches(NamedTuple):
     Attributes:
         offsets: by branch, then KV head; -1: the head takes no part; `ALL`: it takes part with every residue.
         compat: `"torchscale"` or None, as in `Dilated`.
-        bands: (low, high) for each branch: participating row i of a segment sees its row j iff low <= j - i <= high,
-            where None means no bound; empty: all see all.
+        bands: (low, high) for each branch with rate r: a query at position p sees only the keys of its segment at
+            p + i * r for low <= i <= high, where None means no bound; empty: no bounds.
         leading: for each branch, the number of first tokens that all tokens see and that see all tokens, besides what
             the band shows; empty: no leading tokens.
     """
@@ -187,7 +187,7 @@ def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, 
     """Return, as runs of equal segments, the rows that take part in a branch with this rate and offset (not `ALL`).
 
     Returns:
-        For each run of `spans` with rows in [lower, upper): these rows; how many rows of the segment come before
+        For each run of `spans` with rows in its [lower, upper): these rows; how many rows of the segment come before
             `lower`; ceil(spans.segment / rate) minus the number of rows of the whole segment (its phantoms under
             compat="torchscale"); whether the segment reaches beyond [lower, upper).
     """
@@ -263,8 +263,8 @@ def sights(
 ) -> Iterator[Sight]:
     """Yield what the queries at positions `queries` see of the keys at positions `keys`, both [start, stop).
 
-    `offset` is the offset of the heads in the branch, or `ALL`. The `start` of rows is a position here. A sight may be
-    empty.
+    `branch` is the branch's number in `branches`, `offset` the offset of the heads in it, or `ALL`. The `start` of rows
+    is a position here. A sight may be empty.
     """
     leading = branches.leading[branch] if branches.leading else 0
     low, high = branches.bands[branch] if branches.bands else EVERY

@@ -21,9 +21,9 @@ from dilated_attention.plumbing import fused
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Hold what the state_dict does not contain.
+    """Hold the settings of attention that the state_dict does not contain.
 
-    xpos: turn queries and keys as torchscale's XPOS does, neighbours (2i, 2i + 1), scale_base 512.
+    xpos: rotate queries and keys as torchscale's XPOS does: channels (2i, 2i + 1) form a pair, scale_base is 512.
     """
 
     num_heads: int
@@ -39,10 +39,10 @@ def _padded(x: Tensor, multiple: int, dim: int) -> Tensor:
 
 
 def _gather(x: Tensor, segment: int, rate: int) -> Tensor:
-    """Return (batch x segments, rows, heads, dim) from (batch, seq, heads, dim).
+    """Return (batch x segments, rows, heads, dim) from (batch, seq, heads, dim): each head's tokens as rows.
 
-    The heads form `rate` blocks of neighbours; block j keeps tokens j, j + rate, ... of each segment.
-    Zeros fill up the last segment, and each segment to a multiple of `rate`.
+    The heads form `rate` blocks of neighbours; block j keeps tokens j, j + rate, ... of each segment. Zeros fill up the
+    last segment, and each segment to a multiple of `rate`.
     """
     heads, dim = x.shape[2:]
     x = _padded(x, segment, 1).reshape(-1, segment, heads, dim)
@@ -71,7 +71,8 @@ def _scatter(out: Tensor, lse: Tensor, batch: int, seq: int, rate: int) -> tuple
 
 
 def dilated(q: Tensor, k: Tensor, v: Tensor, options: Attention) -> Tensor:
-    """Compute mixed dilated attention: (batch, seq, heads, dim) to (batch, seq, heads x dim)."""
+    """Compute dilated attention: (batch, seq, heads, dim) to (batch, seq, heads x dim). The branches are mixed by the
+    softmax of their lse."""
     batch, seq, heads, dim = q.shape
     outs, lses = [], []
     for segment, rate in zip(options.segment_lengths, options.dilation_rates, strict=True):

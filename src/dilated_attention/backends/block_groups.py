@@ -38,11 +38,12 @@ class Group:
     """Hold query blocks that see equally many key blocks, all of one size, in one batched call.
 
     Attributes:
-        rows: (R, b) rows of b query blocks each; heads: (R,) their heads, or None where all heads share the layout.
+        rows: (R, b) the query blocks of R rows; a row is b query blocks that one problem of the call computes together.
+        heads: (R,) the head of each row, or None where all heads share the layout.
         keys: (R, m) the key blocks that each row sees.
         q_tokens, k_tokens: tokens per query block and per key block; the block size, or the length of the last block.
         masked: the diagonal cuts the key blocks.
-        first: no earlier group holds any of the rows: results are written, not merged.
+        first: no earlier group holds any of these query blocks: results are written, not merged.
         row_view: (first, step) if row t is the b consecutive query blocks from first + t * step on, for all heads; else
             None. key_view: the same for the m key blocks that row t sees.
     """
@@ -81,7 +82,7 @@ class Group:
 class _BlockPlan:
     """Hold the groups of a layout.
 
-    covered: the groups marked `first` hold every row, so that out and lse need no initial values.
+    covered: the groups marked `first` hold every query block of every head: out and lse need no initial values.
     """
 
     groups: tuple[Group, ...]
@@ -98,7 +99,8 @@ class Calls:
     """Describe a group without its tensors. A fused call computes as many of its rows as memory allows.
 
     Attributes:
-        rows: the number of rows, counted for each head that has its own lists; queries, keys: tokens per row.
+        rows: the number of rows, counted for each head that has its own lists. A row is some query blocks that are
+            computed together. queries, keys: query tokens and key tokens per row.
         copied: the keys are gathered; else they are a view.
         masked: the diagonal cuts the key blocks. first: results are written; else merged into those of earlier calls.
     """
@@ -187,11 +189,13 @@ _SINGLE = _Shape(1, 1)
 
 
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
-    """Return the row shapes to try, long rows first.
+    """Return shapes in which to try to merge query blocks with common key blocks into rows, long rows first.
 
-    `_LONG_ROWS` gives their lengths in tokens, rounded up to query blocks. Their strides are 1 and each gap between
-    successive key blocks of a list that makes up a quarter or more of all gaps and is a whole number of query blocks. A
-    list entry is a `lane`, the number of a query block of a head, and a `key`, the number of a key block.
+    `_LONG_ROWS` gives the lengths of rows in tokens, rounded up to query blocks. Their query blocks are neighbours, or
+    as far apart as key blocks often are: if lists name every n-th block, query blocks n apart may see the same ones.
+    Such a gap makes up a quarter or more of all gaps in the lists, and is a whole number of query blocks.
+    `lane`, `key`: for each active block, the number of its query block (numbers continue from head to head) and of its
+    key block.
     """
     gaps = key.diff()[lane.diff() == 0]
     usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
@@ -216,7 +220,7 @@ class _Groups:
         """Add one group of R rows of this shape: row t, numbered lane[t], sees the m key blocks key[t] of `key` (R, m).
 
         A lane is a row of a head, numbered head * rows per head + row. `cut`: whether the diagonal cuts these key
-        blocks.
+        blocks. `q_tokens`, `k_tokens`: as in `Group`.
         """
         shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
         rows = shape.stride * shape.per_residue(query_blocks)
@@ -245,7 +249,8 @@ class _Groups:
             self.add(lanes[counts == count], key[entries], shape, q_tokens, k_tokens, cut)
 
     def add_views_and_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int) -> None:
-        """Add groups for whole, unmasked key blocks: families of runs (`_families`) as views, then the rest as lists.
+        """Add groups for whole, unmasked key blocks: runs that recur from row to row (`_families`) as views of k and v,
+        then the rest by `add_lists`.
 
         `lane`, `key`: sorted entries, as in `add_lists`.
         """
@@ -286,12 +291,12 @@ def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tu
 
 
 def _families(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int]]:
-    """Yield families of equally long runs of key blocks in consecutive rows: (entry that starts each run, length).
+    """Yield families of equally long runs of key blocks in consecutive rows: (where each run starts, length).
 
-    `row`, `key`: one entry per row and key block that it sees, sorted. From row to row, the run moves by `pace`, the
-    key blocks that a row spans, if these are a whole number (a window), or stays (global keys). Runs of a single block
-    count only if their row has no other run: otherwise merging their result costs as much as gathering them. A family
-    has `_VIEW_BLOCKS` or more key blocks in all.
+    `row`, `key`: one entry per row and key block that it sees, sorted; a start is an index of these. From row to row,
+    the run moves by `pace`, the key blocks that a row spans, if these are a whole number (a window), or stays (global
+    keys). Runs of a single block count only if their row has no other run: otherwise merging their result costs as much
+    as gathering them. A family has `_VIEW_BLOCKS` or more key blocks in all.
     """
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = (key.diff() != 1) | (row.diff() != 0)

@@ -101,9 +101,10 @@ class Sequence:
     def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[Group, slice]]:
         """Yield (part of a group, slice of heads) for each call, whose temporaries fit in `_CHUNK_BYTES` if possible.
 
-        A call takes some rows with all heads; or some heads of one row, if a single row with all heads is too large.
-        `by_head` applies where keys are gathered: a call then takes few heads and as many of their rows as fit in
-        `_GATHER_BYTES` per thread, unless threads would be idle. `token_bytes`: temporary bytes per token and head.
+        A row is the query blocks of a group that are computed together (`Group.rows`). A call takes some rows with all
+        heads; or some heads of one row, if a single row with all heads is too large. `by_head` applies where keys are
+        gathered: a call then takes few heads and as many of their rows as fit in `_GATHER_BYTES` per thread, unless
+        this gives too little work for all threads. `token_bytes`: temporary bytes per token and head.
         """
         threads = torch.get_num_threads()
         for group in self.groups:
@@ -145,7 +146,10 @@ class Sequence:
         view.transpose(0, 1).index_add_(1, start, _slices(values, group.k_tokens, group.heads is not None).to(x.dtype))
 
     def causal(self, group: Group) -> bool:
-        """Return whether the operator's causal mask hides all later keys: a row's one key block is its query block."""
+        """Return whether the operator's causal mask hides the later keys of a group that the diagonal cuts.
+
+        It does if query blocks and key blocks have one size: a row's only key block is then its query block.
+        """
         return group.masked and self.layout.q_block == self.layout.k_block
 
     def bias(self, group: Group, dtype: torch.dtype) -> Tensor | None:
@@ -251,7 +255,7 @@ def forward(
 def backward(
     layout: BlockLayout, scores: Scores, merged: Merged, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Keys, fused.Keys]:
-    """Return (dq, dk, dv) of a layout, in single precision at least, from what `fused.backward` takes."""
+    """Return (dq, dk, dv) of a layout, in single precision at least. `scores` is as in `forward`."""
     shape = q.shape
     scores, (q, k, v, *of_queries) = _folded(layout, scores, q, k, v, *merged)
     sums = torch.promote_types(q.dtype, torch.float32)

@@ -69,7 +69,7 @@ def refusal(facts: Facts) -> str | None:
 
 
 def on_request(facts: Facts) -> str | None:
-    """Return why `auto` does not choose this backend for a call that it could serve; None if it does."""
+    """Return why `auto` does not choose this backend for a call that it could serve; None if `auto` may."""
     if ARM64:
         return (
             "the kernels have not been timed on arm64, so native comes first; backend='cpu' takes them. To change "
@@ -237,8 +237,8 @@ def launches(
     Args:
         side: whether the tiles of the returned launches hold queries or keys.
         owned: group tiles into jobs so that no row is read by two jobs of the same launch.
-        which: positions in `tiles.launched` for side "keys", whichever side is asked for: compute only the groups of
-            these launches. None: all groups.
+        which: compute only the groups of these launches, given as positions in what `tiles.launched` returns for side
+            "keys", even if `side` is "queries". None: all groups.
     """
     plan, layouts = problem.plan, problem.layouts
     if not plan.groups or not q.numel() or which == ():

@@ -70,7 +70,7 @@ class _Family:
 
 
 def _families(groups: tuple[StridedGroup, ...]) -> Iterator[_Family]:
-    """Join runs of groups in which each group is shifted from the previous one by one token and one head."""
+    """Join runs of groups, each shifted from the previous one by one token and one head, into families."""
     i = 0
     while i < len(groups):
         first, residues = groups[i], 1
@@ -110,9 +110,9 @@ class _Tile:
         return len(self.k_heads) < len(self.q_heads)
 
     def cut(self, pieces: int, most: int) -> Iterator[_Tile]:
-        """Cut into `pieces` tiles or more, or as many as there are problems and heads to cut.
+        """Cut into at least `pieces` tiles; into fewer if there are not enough problems and heads to cut.
 
-        In each tile, problems times heads is at most `most`.
+        Each tile has at most `_MOST_PROBLEMS` problems, and problems times heads is at most `most`.
         """
         problems, heads = len(self.batch) * len(self.segment) * len(self.residue), len(self.q_heads)
         if pieces == 1 and problems <= _MOST_PROBLEMS and problems * heads <= most:
@@ -136,7 +136,7 @@ class _Tile:
                 yield _Tile(batch, segment, residue, q_heads, k_heads, self.q_shift)
 
     def queries(self, x: Tensor, rows: Rows) -> Tensor:
-        """View a tensor with query heads, (batch, seq, heads, ...), as (problems, heads, rows, ...)."""
+        """View the `rows` of a tensor with query heads, (batch, seq, heads, ...), as (problems, heads, rows, ...)."""
         return self._view(x, rows, self.q_heads, len(self.q_heads), self.q_shift)
 
     def keys(self, x: Tensor, rows: Rows) -> Tensor:
@@ -216,7 +216,9 @@ def _most_heads(rows: Rows, head_dim: int) -> int:
 def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], head_dim: int) -> _Tile | None:
     """Return a tile that computes all rows and heads of a group in one call, so that its result is the whole output.
 
-    Returns None if no such tile exists. `tensors`, `head_dim`: as in `_Whole.tiles`.
+    Returns None unless the group is marked `first`, its queries are all rows at stride 1 and its keys the same rows, it
+    has all heads (one KV head per query head), batch and segment fold into one dimension (`_folds`), and the call stays
+    within the operators' limits. `tensors`, `head_dim`: as in `_Whole.tiles`.
     """
     rows = group.queries
     every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] == k.shape[1]

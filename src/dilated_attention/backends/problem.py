@@ -22,7 +22,7 @@ class Problem:
     Attributes:
         plan: which query rows see which key rows.
         scale: factor of the scores, positive (`call.split_scale`).
-        hidden: True for a key that no query sees; per KV head where keys were gathered per head.
+        hidden: True for a key that no query sees; per KV head if keys received from other ranks differ by head.
         layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q, and
             causal if the call is. None where every key of a segment is seen.
         softcap: c > 0 replaces the scores s by c tanh(s / c); 0: scores stay.

@@ -110,7 +110,7 @@ def phantom_counts(
     *,
     is_causal: bool,
 ) -> Int[Tensor, "heads seq"]:
-    """Count the zero keys that `compat="torchscale"` shows to each query.
+    """Count the zero keys that `compat="torchscale"` shows to each query. Arguments are as for `count_matrix`.
 
     torchscale pads the sequence to a multiple of w' = min(w, N) and each segment to a multiple of r, and attends the
     padding. A query that takes part in a branch sees the m participating keys of its segment, and also ceil(w'/r) - m
@@ -215,9 +215,9 @@ def batch_counts(
     num_keys: int | None = None,
     **of_branches: Any,
 ) -> tuple[Int[Tensor, "batch heads seq keys"], Int[Tensor, "batch heads seq"] | None]:
-    """Return the counts of a batch and its phantoms, the zero keys that each query sees too (`phantom_counts`).
+    """Return `count_matrix` for all samples of a batch, and the zero keys that each query sees too (`phantom_counts`).
 
-    Without compat, None replaces the phantoms. A sample's segments start at its first token. Arguments are as for
+    Without compat, None replaces the zero keys. A sample's segments start at its first token. Arguments are as for
     `reference_attention` and `count_matrix`. Queries outside every sample see nothing. If there are as many keys as
     queries, no query sees a key outside its sample; otherwise all keys of a batch element count for each sample in it.
     """

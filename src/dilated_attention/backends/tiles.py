@@ -52,8 +52,8 @@ class Table:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
         spans: the number of spans in each line; unused ones are empty.
         chain: whether some tile of queries continues results that an earlier launch wrote.
-        is_causal: whether a diagonal (`near`) limits what a tile sees of each span.
-        banded: whether a second diagonal (`far`) limits it too.
+        is_causal: whether a diagonal limits what a tile sees of each span (the field `near`, kernels/strided.py).
+        banded: whether a second diagonal (the field `far`) limits it too.
         even: whether every tile is full: those of `lines`, and those that the loop streams.
         edge: which streamed tiles the kernel must mask. 0: none. -1: all. Without layouts, 1: those on a diagonal, and
             the partial last one of keys. With layouts, n > 0: those of the last n key blocks of each list, or of the
@@ -90,8 +90,8 @@ def tables(
     Args:
         side: whether tiles hold queries or keys.
         shape: the rows per tile: `own` that it holds, `loop` that each step of its loop streams.
-        join: compute several `turns` (groups that share no row of a head) in one launch where that adds hardly any loop
-            steps; has no effect with layouts or masks.
+        join: compute consecutive turns (see `turns`) in one launch where that adds hardly any loop steps; has no effect
+            with layouts, or if some group is causal or has another band.
     """
     if layouts is None:
         masked = any(group.banded for group in plan.groups)
@@ -131,7 +131,8 @@ def _block_table(
 
 
 def _under(group: StridedGroup, layout: BlockLayout) -> StridedGroup:
-    """Return the group with the band of its layout: the diagonal if the layout is causal, otherwise no bound."""
+    """Return the group with the bounds (`low`, `high`) that its layout sets: no later key if the layout is causal, else
+    no bound."""
     return replace(group, low=None, high=0 if layout.is_causal else None)
 
 
@@ -141,7 +142,7 @@ def _table(
 ) -> Table:  # fmt: skip
     """Make a table from lines with `spans` spans each; `masked` becomes its `is_causal`.
 
-    `even` and `edge` describe the tiles that the loop streams, see `Table`.
+    `edge` and `count` are as in `Table`. `even`: every tile that the loop streams is full.
     """
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
@@ -195,7 +196,7 @@ def _shift(rows: Rows, start: int) -> Rows:
 
 
 def _sides(group: StridedGroup, side: Side) -> tuple[Rows, Rows]:
-    """Return the rows that tiles hold and the rows that they see."""
+    """Return the rows of a group that tiles hold, and the rows that they see."""
     return (group.queries, group.keys) if side == "queries" else (group.keys, group.queries)
 
 
@@ -207,10 +208,11 @@ def _heads(group: StridedGroup) -> range:
 
 
 def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]]:
-    """Sort groups into turns. Groups in the same turn share no (row, head), and groups that share one keep their order.
+    """Sort groups into turns, the lists of groups that may run at the same time.
 
-    A group goes into the turn after the last one that touches its tokens in one of its heads. A group is assumed to
-    touch everything from its first token to its last. This may give one turn too many, which only costs time.
+    Groups of one turn share no (row, head) that tiles hold, on this `side`. Groups that share one keep their order. A
+    group goes into the turn after the last one that touches its tokens in one of its heads. A group is assumed to touch
+    everything from its first token to its last. This may give one turn too many, which only costs time.
     """
     out: list[list[StridedGroup]] = []
     touched: dict[int, list[tuple[int, int, int, int]]] = {}  # head -> (low, high, greatest high so far, turn)
@@ -302,7 +304,10 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
 
 
 def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
-    """Cut cells of whole segments into blocks of `size` rows; the field LIST gets a block's number in its segment."""
+    """Cut cells of whole segments into one cell per block of `size` rows, whose number in the segment goes into LIST.
+
+    `side`: whether the cells' rows are queries or keys.
+    """
     cell, block = _runs(-(-cells[:, ROWS] // size))
     out = cells[cell]
     out[:, LIST] = block
@@ -317,7 +322,11 @@ def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
-    """Cut each line into pieces of `size` rows and replace it, in place, by its piece number index[line]."""
+    """Cut the rows of each line (a cell or tile) into pieces of `size`, and keep piece index[i] of line i, in place.
+
+    The diagonals of its spans count from its first row, so they move along. `side`: whether lines hold queries or keys;
+    it says which diagonals hide nothing (UNMASKED) and stay.
+    """
     for edges, unmasked in zip(EDGES, UNMASKED[side], strict=True):
         masked = (lines[:, edges] != unmasked) & (lines[:, COUNTS] > 0)
         lines[:, edges] += masked * (index * size)[:, None]
@@ -410,15 +419,15 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
 
 
 def heaviest_first(lines: np.ndarray) -> np.ndarray:
-    """Return the lines sorted by how many rows a tile sees, most first, so that no long tile is left for the end."""
+    """Return the lines sorted by the number of rows in a tile's spans, most first, so that no long tile runs last."""
     return lines[np.argsort(-lines[:, COUNTS].sum(1), kind="stable")]
 
 
 def by_head(lines: np.ndarray) -> np.ndarray:
-    """Return the lines sorted by head, then by stretch of tokens, then by how many rows a tile sees, most first.
+    """Return the lines sorted by head, then by stretch of tokens, then by the rows in their spans, most first.
 
-    A stretch is as long as the longest span. Programs that run at the same time then see the same rows, which stay in
-    the L2 cache.
+    Stretches cut the sequence into equal parts, as long as the longest span is from its first to its last token.
+    Programs that run at the same time then see the same rows, which stay in the L2 cache.
     """
     longest = max(1, int((lines[:, STRIDES] * lines[:, COUNTS]).max(initial=0)))
     return lines[np.lexsort((-lines[:, COUNTS].sum(1), lines[:, START] // longest, lines[:, HEAD]))]

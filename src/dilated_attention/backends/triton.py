@@ -102,7 +102,7 @@ def _refusal_of(device: torch.device) -> str | None:
 
 
 def on_request(facts: Facts) -> str | None:
-    """Return why `auto` does not choose this backend for a call that it could serve; None if it does."""
+    """Return why `auto` does not choose this backend for a call that it could serve; None if `auto` may."""
     if facts.device.type != "cuda":
         return "only on request; a GPU is what it is for"
     here = architecture(facts.device)

@@ -57,7 +57,9 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
 
 @triton.jit
 def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
-    """Return the rows of a step of `part` (from `read_list`) as `strided.locate` does, with `near` for both diagonals.
+    """Return the rows that a step visits, given the `part` from `read_list`, as `strided.locate` does for spans.
+
+    `near` takes the place of both diagonals.
 
     A block of SIZE positions takes ceil(SIZE / R) steps. WIDE: as in `tokens`.
     """

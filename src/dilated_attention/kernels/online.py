@@ -53,7 +53,7 @@ def load_keys(K, V, HIDDEN, base, ahead, ksn, vsn, sample, seen, d, D: tl.conste
 
 @triton.jit
 def shown(HIDDEN, keys, seen):
-    """Return which of the `seen` keys stay visible under the mask HIDDEN; all of them if there is no mask."""
+    """Return which of the `seen` keys, at offsets `keys` in the mask HIDDEN, it leaves visible; all without a mask."""
     if HIDDEN is not None:
         seen &= tl.load(HIDDEN + keys, mask=seen, other=0) == 0
     return seen

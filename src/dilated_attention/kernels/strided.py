@@ -70,7 +70,7 @@ def read_tile(TILES, B, G: tl.constexpr, SPANS: tl.constexpr):
 
 @triton.jit
 def read_rows(T, i):
-    """Return the tokens of a tile's rows i, and which of these rows exist, as booleans.
+    """Return the tokens of rows i of the tile with its table line at T, and which of these rows exist, as booleans.
 
     The kernels call this before and after their loop, and `volatile` makes them read the table twice. Otherwise 20
     to 50 registers per thread would hold the result through the loop (results/aot).
@@ -173,9 +173,9 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold
             WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Compute out and lse, both contiguous. The legends of this file, online.py and block_lists.py name the arguments.
 
-    HIDDEN (B, M) holds bytes; a nonzero byte hides the key. WQ (B, N, H · G, 2) and WK hold the int32 words whose hash
-    decides dropout (`online.survives`). INDPTR and INDICES are lists of blocks (block_lists.py). Any of these may be
-    None.
+    HIDDEN (B, M) holds bytes; a nonzero byte hides the key. WQ (B, N, H · G, 2) and WK (M, H or 1) hold the int32 words
+    whose hash decides dropout (`online.survives`). INDPTR and INDICES are lists of blocks (block_lists.py). Any of
+    these may be None.
     """
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g

@@ -140,8 +140,8 @@ def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
 def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
     """Turn intervals of tokens into disjoint ascending runs of key blocks: (first block, length).
 
-    Both are `(rows, intervals)`. A run has length 0 if its interval is empty or other runs cover all its blocks. If the
-    grid is causal, keys after a row's last query are left out.
+    Both are `(query blocks, intervals)`. A run has length 0 if its interval is empty or other runs cover all its
+    blocks. If the grid is causal, keys after a query block's last query are left out.
     """
     first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
     if grid.is_causal:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class Runs(NamedTuple):
     """Hold maximal runs of consecutive key blocks.
 
-    Row (b, h, i) has the runs with numbers indptr[b, h, i] to indptr[b, h, i + 1] - 1.
+    Query block i of head h in batch element b has the runs numbered indptr[b, h, i] to indptr[b, h, i + 1] - 1.
     """
 
     indptr: Tensor
@@ -404,17 +404,17 @@ class BlockLayout:
 
     @derived
     def counts(self) -> Tensor:
-        """Return the number of active blocks per row, int64 `(batch or 1, heads or 1, query blocks)`."""
+        """Return the number of key blocks in each list, int64 `(batch or 1, heads or 1, query blocks)`."""
         return self.indptr.diff(dim=-1)
 
     @property
     def row(self) -> Tensor:
-        """Return, for each entry of `indices`, its row's number, counted in (batch, head, query block) order: int64."""
+        """Return, for each entry of `indices`, the number of its list in (batch, head, query block) order: int64."""
         return rows_of(self.counts, self.nnz)
 
     @derived
     def runs(self) -> Runs:
-        """Return the maximal runs of consecutive key blocks in each row."""
+        """Return the maximal runs of consecutive key blocks in each query block's list."""
         if self.nnz == 0:
             return Runs(torch.zeros_like(self.indptr), self.indices, self.indices)
         opens = torch.ones_like(self.indices, dtype=torch.bool)
@@ -749,8 +749,9 @@ class BlockLayout:
         return cls._of(grid, lists_of_spans(grid, spans))
 
     def _keys(self, lead: tuple[int, int]) -> Tensor:
-        """Return row * key_blocks + column of all blocks, ascending.
+        """Return row * key_blocks + column of all active blocks, ascending: int64, one number per block.
 
+        The column is the key block. The row is the query block; row numbers continue from one head to the next.
         `lead`: the result's (batch elements, heads); shared lists are repeated for them.
         """
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]

@@ -38,16 +38,16 @@ Interval = tuple[int, int]
 
 
 def _rows_of(crossing: Crossing, tokens: range) -> Interval:
-    """Return the rows [start, stop) that `tokens`, consecutive keys of a crossing segment, have in it.
+    """Return the indices [start, stop) of `tokens` among the keys of a crossing segment.
 
-    Row i is the segment's i-th key.
+    `tokens` is a run of consecutive keys of the segment.
     """
     first = (tokens.start - crossing.keys.start) // tokens.step
     return first, first + len(tokens)
 
 
 def _among(rows: Integers, intervals: Sequence[Interval]) -> Integers:
-    """Return which rows lie in one of the intervals, as bool."""
+    """Return which row numbers lie in one of the intervals [start, stop), as bool."""
     inside = np.zeros(len(rows), dtype=bool)
     for start, stop in intervals:
         inside |= (start <= rows) & (rows < stop)
@@ -65,7 +65,7 @@ def _query_blocks(layout: BlockLayout, rows: Interval) -> Integers:
 def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) -> tuple[Integers, Integers]:
     """Return (list numbers, key blocks), one of each for every entry in the lists of these heads and query blocks.
 
-    `heads`: heads of the layout. The selected lists are numbered from 0, by batch element, head and query block.
+    `heads`: heads of the layout. The lists so selected are numbered from 0, by batch element, head and query block.
     """
     tables = layout.to("cpu")
     indptr, indices = tables.indptr.numpy()[:, list(heads)], tables.indices.numpy()
@@ -76,9 +76,10 @@ def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) ->
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Yield (KV heads, layout's heads): KV heads of `crossing`, and the heads of `layout` that hold their lists.
+    """Yield (KV heads, layout heads): KV heads of `crossing`, and the heads of `layout` that list the keys they read.
 
-    If `layout` has lists for one head only, all KV heads share them and are yielded together; else one by one.
+    If `layout` has lists for one head only, all KV heads share them: one pair. Else there is one pair per KV head, with
+    the layout's heads for the query heads that read it.
     """
     if layout.num_heads == 1:
         yield crossing.heads, [0]
@@ -91,10 +92,10 @@ def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Itera
 def _needed(
     sharding: Sharding, crossing: Crossing, queries: Interval, within: Sequence[Interval]
 ) -> Iterator[tuple[tuple[int, ...], Integers]]:
-    """Yield (KV heads, rows), once for all KV heads with the same lists (`_heads`).
+    """Yield which keys of a crossing segment the queries of an interval need: (KV heads, rows).
 
-    `rows` are the key rows inside the intervals `within`, ascending, that the lists of the query rows in `queries`
-    name. Row number i means the i-th key of the crossing segment, in `queries` and `within` too.
+    KV heads that share lists (`_heads`) come together. `rows`, ascending, are the keys that the lists of `queries` name
+    and that lie in an interval of `within`. Row i means the i-th key of the segment, in both arguments too.
     """
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
@@ -170,8 +171,8 @@ class BlockQueries:
         heads: KV heads, in the order of the problem's heads.
         tokens: the queries, as indices into the shard.
         positions: their rows in the short sequence; the other rows have no query.
-        hidden: bool `(rows,)`, True for keys that lie in a listed block but outside the problem's token ranges; None if
-            there are none.
+        hidden: bool `(rows,)`, True for keys that lie in a listed block but outside the token ranges that this problem
+            attends; None if there are none.
     """
 
     layout: BlockLayout
@@ -187,10 +188,11 @@ class BlockQueries:
 
 @dataclass(frozen=True)
 class BlockProblem(Remote):
-    """Hold what `problem` returns: a rank's queries in a crossing segment, and the keys that they see.
+    """Hold what `problem` returns: a rank's queries in a crossing segment, and where the keys that they see lie.
 
-    The key tensor (`Remote`) has the rows and heads of the short sequence (`BlockQueries`), and the plan is one segment
-    with all of them. `queries` keep it from seeing slots without a key.
+    The key tensor (see `Remote`) has a row for each token of the short sequence: the blocks of the crossing segment
+    that hold these queries or keys that they list. The plan is one segment with all of its rows. A row that no list of
+    a head names has no key for this head; `queries.layout` and `queries.hidden` keep it from being seen.
     """
 
     queries: BlockQueries
@@ -199,8 +201,8 @@ class BlockProblem(Remote):
 class _Shrunk:
     """Shorten a crossing segment to the blocks in `query_blocks` or `key_blocks`, in order; `size` is its new length.
 
-    `layout`: the layout over the whole segment. If q_block and k_block differ, whole units of their least common
-    multiple are kept.
+    `layout`: the layout over the whole segment. If q_block and k_block differ, the segment is cut into pieces of their
+    least common multiple, and each piece with such a block is kept whole.
     """
 
     def __init__(self, layout: BlockLayout, query_blocks: Integers, key_blocks: Integers) -> None:
@@ -210,13 +212,14 @@ class _Shrunk:
         self.size = len(self.units) * self.unit - (-layout.seq_len % self.unit if self.units[-1] == last else 0)
 
     def place(self, rows: Integers) -> Integers:
-        """Return where these rows of the crossing segment lie in the short sequence."""
+        """Return the positions of these rows of the crossing segment in the shortened one."""
         return np.searchsorted(self.units, rows // self.unit) * self.unit + rows % self.unit
 
     def layout(self, heads: int, lists: Integers, blocks: Integers) -> BlockLayout:
-        """Return the short sequence's layout, whose entries `lists` and `blocks` are as `_lists` returns them.
+        """Return the layout over the shortened segment, made of the entries of the kept query blocks' lists.
 
-        `heads`: the number of heads that have separate lists.
+        Entry i belongs to list `lists[i]` and names key block `blocks[i]` of the whole segment (see `_lists`). `heads`:
+        the number of heads that have separate lists.
         """
         q_block, k_block = self.whole.block_size
         counts = np.zeros((self.whole.batch_size, heads, -(-self.size // q_block)), dtype=np.int64)

@@ -83,7 +83,7 @@ class _Gathered(torch.autograd.Function):
 def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:
     """Gather x from all ranks along dimension `dim`, where rank i holds [bounds[i], bounds[i + 1]).
 
-    The gradient is summed over the ranks' copies. `name` names the call in seals and errors, the same on every rank.
+    The gradient is summed over the ranks' copies. `name` names the call in errors and in messages, on every rank alike.
     """
     rows = _Gathered.apply(x.movedim(dim, 0), bounds, link_of(context_group(mesh)), name)
     return rows.movedim(0, dim)
@@ -99,7 +99,7 @@ def _misfit(q: Tensor, k: Tensor) -> str | None:
 
 
 def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]) -> tuple[Tensor, Tensor]:
-    """Return all tokens of this rank's key-value heads and of the query heads that read them.
+    """Return (q, k) of all tokens, for the KV heads that this rank gets and the query heads that read them.
 
     `bounds`: shard edges in tokens. `shares`: rank i gets the KV heads [shares[i], shares[i + 1]). A row of a message
     holds q and k of one token for one rank's heads, padded with zeros to the largest number of heads.
@@ -120,10 +120,10 @@ def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares:
 def _joined(
     link: Link, layout: BlockLayout | None, facts: list[list[int]], shares: list[int], device: torch.device
 ) -> BlockLayout:
-    """Return the layout of all heads: gather the lists rank by rank, then put them in the order of a layout's rows.
+    """Return the layout of all heads: gather the lists rank by rank, then sort them by batch, head and query block.
 
     `layout`: the layout of this rank's heads; None if it has none. `facts`: for each rank, [batch size, layout heads
-    per KV head, seq_len, q_block, k_block, is_causal, number of blocks] of its layout. `shares`: as in `_heads_of`.
+    per KV head, seq_len, q_block, k_block, is_causal, number of blocks]. Rank i: KV heads [shares[i], shares[i + 1]).
     """
     batch, ratio, seq_len, q_block, k_block, is_causal, _ = facts[0]
     rows, heads = -(-seq_len // q_block), [ratio * edge for edge in shares]

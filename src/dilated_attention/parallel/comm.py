@@ -76,13 +76,13 @@ class Framing:
 
     @cached_property
     def positions(self) -> Integers:
-        """Return where each data row lies in the buffer."""
+        """Return the index in the buffer of each data row, message by message."""
         counts = np.array(self.counts, dtype=np.int64)
         return np.arange(counts.sum()) + self.seal * np.repeat(np.arange(len(counts)), counts)
 
     @cached_property
     def seals(self) -> Integers:
-        """Return where each message's seal rows lie, `(messages, seal)`."""
+        """Return the indices in the buffer of each message's seal rows, `(messages, seal)`."""
         ends = np.cumsum(np.array(self.counts, dtype=np.int64) + self.seal)
         return (ends - self.seal)[:, None] + np.arange(self.seal)
 
@@ -93,10 +93,10 @@ class Framing:
 
 @dataclass
 class Traffic:
-    """Count what one rank has sent and received through `torch.distributed`.
+    """Count what one rank has sent to other ranks, and received from them, through `torch.distributed`.
 
     Attributes:
-        rounds: collectives, and batches of sends and receives that are posted together.
+        rounds: the number of collectives, and of batches of sends and receives that are posted together.
         agreements: comparisons of the ranks' calls (`Link.agree`); no counter includes their bytes.
         waited: seconds spent waiting for transfers.
     """
@@ -120,7 +120,7 @@ class Transfer:
     what: str
 
     def wait(self) -> Tensor:
-        """Return the received buffer after verifying its seals."""
+        """Wait for the transfer, check the seal of each message (`Link.received`), and return the receive buffer."""
         begin = time.perf_counter()
         with self.link.guard(self.what):
             for work in self.works:
@@ -186,7 +186,8 @@ class Link:
     Attributes:
         description, fingerprint: the current call as text (see `agree`), and as a hash.
         place: the current call in a few words, for error messages.
-        calls: how many forwards and backwards of attention have begun; a refusal in the store quotes this number.
+        calls: how many forwards and backwards of attention have begun. A rank that refuses one writes this number and
+            the reason to the rendezvous store, so that others know which call it refused.
     """
 
     end_of: InitVar[ProcessGroup]
@@ -237,7 +238,7 @@ class Link:
                 fit.
             problem: why this rank refuses its own call, if it does.
             wanted: whether this rank wants gradients of a call that can have them; compared in every such call until
-                some rank does.
+                some rank does. None: not compared.
         """
         self.require_alive()
         self.calls += not self._compared_first  # once per call, which may compare before it runs
@@ -272,7 +273,7 @@ class Link:
         return self._begin(name, self._functions, number)
 
     def begin(self, layer: str, number: int | None = None) -> int:
-        """Put the layer and the number of the call into the seals that follow, and return the number.
+        """Begin a forward or backward of attention: put its layer and number into its seals, and return the number.
 
         Args:
             number: in a backward, the number that its forward got; default: a new one.
@@ -327,7 +328,7 @@ class Link:
         return buffer[torch.from_numpy(received.positions).to(rows.device)]
 
     def summed(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
-        """Return this rank's rows of the sum of all ranks' `rows`: the backward of `whole`, with its `bounds`."""
+        """Return this rank's shard of the sum of all ranks' `rows`, the backward of `whole`; `bounds`: shard edges."""
         counts = [stop - start for start, stop in pairwise(bounds)]
         own = counts[self.rank]
         if not rows.shape[1:].numel():
@@ -371,7 +372,7 @@ class Link:
         return self.started(works, buffer, sent, received, seal, what)
 
     def exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
-        """Start the all-to-all of two buffers. A link for rehearsals replaces this method, `gather` and `post`."""
+        """Start an all-to-all from `send` to `buffer`. A link for rehearsals replaces this, `gather` and `post`."""
         splits = received.splits(self.size), sent.splits(self.size)
         return [dist.all_to_all_single(buffer, send, *splits, group=self.group, async_op=True)]
 
@@ -498,8 +499,8 @@ class Link:
     ) -> Transfer:
         """Return the `Transfer` of operations that have been started, and add it to the traffic counts.
 
-        `works`: the operations. `buffer`: where the messages arrive, framed as `received`. `seal`: the seal that each
-        message must have.
+        `works`: the operations. `buffer`: where the messages arrive, framed as `received`. `sent`: the framing of what
+        leaves. `seal`: the seal that each received message must have.
         """
         row_bytes = buffer.shape[1:].numel() * buffer.element_size()
         out, into = sent.without(self.rank), received.without(self.rank)
@@ -534,7 +535,7 @@ def compare_texts(
 
 
 def _difference(texts: Sequence[str]) -> str:
-    """Return, as text, which ranks refused and why; if none did, whose descriptions differ from the usual one."""
+    """Return, as text, which ranks refused and why; if none did, whose descriptions differ from the most frequent."""
     refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
     if len(refusals) == len(texts) and len(set(texts)) == 1:
         return refusals[0]

@@ -72,7 +72,7 @@ class _Plan:
 
     @classmethod
     def of(cls, call: Call, q: Tensor, k: Tensor) -> _Plan:
-        """Return the plan of a call, from the cache."""
+        """Return the plan of a call, made once and then taken from the plan cache."""
         shards, _, edges = _mesh(call)
         shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
         given = call.key_padding_mask is not None, shards.sinks
@@ -215,7 +215,7 @@ class _Compute:
         return Problem(part.plan, self.call.positive_scale, hidden, layouts, softcap=self.call.softcap)
 
     def forward(self, part: parts.Part, state: State | None) -> State:
-        """Return the running (out, lse) `state` with a part merged into it; None: there is no earlier part."""
+        """Compute a part and return the running (out, lse) `state` with it merged in. None: it is the first part."""
         run, problem = self.call.backend.forward, self._problem(part)
         if part.queries is None:
             return run(problem, self.q, part.keys, part.values, state)
@@ -255,9 +255,9 @@ class _Compute:
         return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
 
     def _rows(self, queries: BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """Return, for each tensor of the shard, its rows of these queries, placed in the sequence of `queries.layout`.
+        """Copy these queries' rows of each of the shard's tensors into a tensor over the sequence of `queries.layout`.
 
-        The other rows of that sequence are `fill`.
+        They lie at `queries.positions`. The other rows of that sequence are `fill`.
         """
         index, made = self._index(queries), []
         for x in tensors:
@@ -268,7 +268,7 @@ class _Compute:
 
 
 def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return out and lse of the shard, and the two flat tensors that `_heads_backward` needs."""
+    """Return out and lse of the shard, computed by an exchange of heads, and two flat tensors for `_heads_backward`."""
     q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
     whole_out, whole_lse = compute.call.backend.forward(compute.whole_problem(heads, q), q, k, v)
     out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
@@ -391,7 +391,7 @@ def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def account(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[traffic.TransportChoice, traffic.ExchangePlan, tuple[StridedGroup, ...]]:
-    """Return how rows travel, what this rank moves, and all groups that it computes.
+    """Return how rows travel, what this rank moves, and all strided groups that it computes.
 
     Block layouts reduce the traffic; the groups ignore them. For a padded batch this is the traffic of all samples
     together, their groups one after another, and the transport of the longest sample.

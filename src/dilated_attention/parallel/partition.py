@@ -67,8 +67,8 @@ class Sharding:
     Args:
         bounds: shard edges, ascending from 0 to the sequence length; rank j holds [bounds[j], bounds[j + 1]).
         samples: edges of packed samples, ascending from 0 to the sequence length; each has its own segment grid.
-        layouts: the block layouts inside segments, one for each number of rows that a segment has. They are causal if
-            `is_causal`.
+        layouts: the block layouts inside segments, one for each number of participating tokens that a segment has. They
+            are causal if `is_causal`.
     """
 
     branches: Branches
@@ -106,23 +106,24 @@ class Sharding:
         return 8 * len(self.bounds) + sum([layout.nbytes for layout in self.layouts])
 
     def layout(self, rows: int) -> BlockLayout:
-        """Return the layout inside a segment of this many rows."""
+        """Return the layout inside a segment with this many participating tokens."""
         return next(layout for layout in self.layouts if layout.seq_len == rows)
 
     def grids(self) -> Iterator[tuple[int, int]]:
-        """Yield the tokens [start, stop) that share a segment grid: each packed sample, or the whole sequence."""
+        """Yield the token ranges [start, stop) cut into segments on their own: each packed sample, or all tokens."""
         yield from pairwise(self.samples or (0, self.seq_len))
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Describe one rank's part of a crossing segment, for the heads of one offset; tokens are global.
+    """Describe one rank's part of a segment that a shard edge cuts, for the heads of one offset; tokens are global.
 
     A query at token p sees the keys at p + i * rate for low <= i <= high.
 
     Attributes:
         branch, heads: the number of the branch, and the KV heads that have this offset in it.
-        queries, keys: the tokens of the segment that are queries and keys, on all ranks.
+        queries, keys: the tokens of the segment that are queries and keys, on all ranks. They differ only where leading
+            tokens (`Window.leading`) are the queries or the keys.
         band: the limits (low, high); None: no limit.
         own, shown: the queries and the keys that this rank holds.
         before, after: the keys before and after the shard that `own` sees.
@@ -177,7 +178,7 @@ def _classes(offsets: Sequence[int]) -> dict[int, tuple[int, ...]]:
 
 
 def crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
-    """Return the crossing segments in which a rank has rows, ordered by branch and offset."""
+    """Return the crossing segments (cut by a shard edge) in which a rank has rows, ordered by branch and offset."""
     return _crossings(replace(sharding, layouts=()) if sharding.layouts else sharding, rank)
 
 
@@ -249,7 +250,9 @@ class Remote:
 
 
 def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Sequence[range]]]) -> Remote:
-    """Arrange the received rows of some crossing segments in one key tensor. Each group gets a contiguous run of rows.
+    """Plan the attention over received rows of some crossing segments, arranged in one key tensor.
+
+    Each group of the plan reads a contiguous run of rows of that tensor.
 
     Args:
         wanted: crossing segments of `rank`, each with the token ranges to attend.
@@ -312,16 +315,19 @@ Share = tuple[range, tuple[int, ...]]
 def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
     """List the row keys (token * kv_heads + head) of a union of shares: int64, ascending, without repeats.
 
-    A share is a token range with the KV heads whose rows move. The keys are grouped by owner, since shards ascend.
+    A share is a range of tokens, with a step if dilated, and the KV heads whose rows of these tokens move between
+    ranks. The keys are grouped by owner, since shards ascend.
     """
     keys = [cells(_numbers(rows), heads, sharding.num_heads) for rows, heads in shares if rows]
     return np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
 
 
 def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) -> Integers:
-    """Count the rows of a union of shares whose tokens lie between each two neighbouring `edges`, in closed form.
+    """Count the rows of a union of shares with tokens in [edges[i], edges[i + 1]), for each i, without listing them.
 
-    A share is a token range with the KV heads whose rows move. Returns int64, one count fewer than `edges`.
+    A share is a range of tokens, with a step if dilated, and the KV heads whose rows of these tokens move between
+    ranks. A row of several shares counts once. `sharding` gives the heads' offsets: heads with equal ones have equal
+    counts. Returns int64, one count fewer than `edges`.
     """
     shares, tokens = list(shares), np.array(edges)
     counts = np.zeros(len(tokens) - 1, dtype=np.int64)
@@ -355,8 +361,8 @@ def rows_from(sharding: Sharding, rank: int) -> Integers:
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
     """Return which of this rank's rows of a crossing segment each other rank sees.
 
-    The result is a list of ranges, and for each rank the index of its range in the list. Range 0 is empty: it is the
-    range of ranks that see no row, and of this rank itself.
+    The result is a list of token ranges, and for each rank the index of its range in the list. Range 0 is empty: it is
+    the range of ranks that see no row, and of this rank itself.
     """
     bounds, queries, rows, (low, high) = np.array(sharding.bounds), crossing.queries, crossing.shown, crossing.band
     start, stop = np.maximum(bounds[:-1], queries.start), np.minimum(bounds[1:], queries.stop)
@@ -408,7 +414,7 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 
 
 def _contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
-    """Yield the rows of a rank that queries of other ranks see: what it contributes to an all-gather."""
+    """Yield the rows of a rank that queries of other ranks see, for an all-gather, as (token range, KV heads)."""
     lower, upper = sharding.shard(rank)
     for crossing in crossings(sharding, rank):
         for start, stop in ((0, lower), (upper, sharding.seq_len)):
@@ -457,7 +463,7 @@ def _joined(parts: Iterable[range]) -> Iterator[range]:
 
 
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
-    """Count how many numbers of a union of arithmetic progressions lie between each two neighbouring edges.
+    """Count how many numbers of a union of arithmetic progressions lie in [edges[i], edges[i + 1]), for each i.
 
     Returns int64, one count fewer than `edges`.
     """
@@ -482,7 +488,7 @@ def count_union(parts: Iterable[range], edges: Integers) -> Integers:
 
 
 def crosses(sharding: Sharding) -> bool:
-    """Return whether any rank may see another rank's rows. The answer is the same on every rank."""
+    """Return whether any shard edge cuts a segment, so that a rank may see another's rows. The same on every rank."""
     return any(
         _straddling(sharding, segment, edge) is not None
         for segment in sharding.branches.segment_lengths
@@ -493,8 +499,8 @@ def crosses(sharding: Sharding) -> bool:
 def doubling_refusal(sharding: Sharding) -> str | None:
     """Return why recursive doubling cannot serve a sharding, or None if it can.
 
-    Doubling needs a power of two of equal shards, one segment grid, neither windows nor layouts, and segments that
-    divide a shard or consist of 1, 2, 4, ... shards.
+    Doubling needs a power of two of equal shards, no packed samples, windows or layouts, and segments that divide a
+    shard or consist of 1, 2, 4, ... shards.
     """
     size, edges = sharding.world_size, sharding.bounds
     shard = sharding.seq_len // size

@@ -27,7 +27,8 @@ class Part:
 
     Attributes:
         queries: the queries and their layout, if the queries are not simply all rows of the shard; else None.
-        tokens: `(rows, heads)`, the global token of each key; None: the shard's tokens. Not read if `queries` is given.
+        tokens: `(rows, heads)`, the global token of each key, for the key mask and dropout; None: the shard's tokens.
+            Not read if `queries` is given: block layouts over a mesh have neither mask nor dropout.
     """
 
     keys: Tensor
@@ -88,7 +89,8 @@ class Gather:
     Attributes:
         index: the buffer row of each slot, int64; 0 for an empty slot.
         filled, holes: the slots that hold a row, and the empty ones; None if no slot is empty.
-        tokens, queries: as in `Part`.
+        tokens: `(rows, heads)`, the global token of each key.
+        queries: the queries and their layout, if they are not simply all rows of the shard; else None.
     """
 
     plan: Plan
@@ -137,9 +139,10 @@ class Gather:
 
 @dataclass(frozen=True)
 class Own:
-    """Say which of the shard's rows a buffer holds.
+    """Say which of the shard's rows a buffer holds: one that the rank sends, or one that its own parts read.
 
-    The buffer has `size` rows. Row `positions[i]` holds token `tokens[i]` of the shard and KV head `heads[i]`.
+    The buffer has `size` rows. Row `positions[i]` holds token `tokens[i]` of the shard and KV head `heads[i]`. Any
+    other rows are room for seals or padding.
     """
 
     tokens: Tensor
@@ -184,7 +187,8 @@ class Own:
 class Feed:
     """Hold the rows of the shard that a rank puts into a buffer, and the parts that read a buffer.
 
-    Rows that travel are put into one rank's buffer and read from another's.
+    For rows that travel, `own` describes the buffer that is sent, and `gathers` read the one that is received from
+    other ranks. Otherwise both mean the same buffer.
     """
 
     own: Own
@@ -217,7 +221,7 @@ class Local:
         plan: the segments that lie in the shard; without block layouts, also the shard's own rows of crossing segments
             (those that the shard's edges cut).
         crossing: with block layouts, the block-sparse problems of those own rows, which read a buffer that the rank
-            fills itself; otherwise without parts.
+            fills itself. Without block layouts it has no parts.
     """
 
     plan: Plan

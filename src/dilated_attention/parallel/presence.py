@@ -96,5 +96,5 @@ def set_witness(verdict: Callable[[], str] | None) -> None:
 
 
 def witness() -> Callable[[], str] | None:
-    """Return the function that `set_witness` set."""
+    """Return the function that `set_witness` set, which says which ranks are lost; None if none is set."""
     return _witness

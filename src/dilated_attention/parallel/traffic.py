@@ -35,7 +35,7 @@ class ExchangePlan:
     v of one token for the heads of one rank.
 
     Attributes:
-        peers_sent, peers_received: messages of the forward, over all its rounds.
+        peers_sent, peers_received: how many messages the forward sends and receives, over all its rounds.
         rounds: consecutive communication steps of the forward.
         bytes_sent, bytes_received: bytes of the forward, in the tensors' dtype; with `ulysses` also those of lse, in
             float32 at least.
@@ -76,7 +76,7 @@ class ExchangePlan:
 def total(plans: Sequence[ExchangePlan]) -> ExchangePlan:
     """Return the traffic of several calls together.
 
-    Counts are summed; transport and shard are the first call's.
+    Counts are summed; transport, world_size, rank and shard are the first call's.
     """
     whose = ("transport", "world_size", "rank", "shard")
     counts = [field.name for field in fields(ExchangePlan) if field.name not in whose]
@@ -141,7 +141,7 @@ def _framed(rows: list[int], seal: int) -> int:
 
 
 def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
-    """Return the counts of one rank: in closed form, or from lists where block layouts say which rows are seen."""
+    """Return what one rank sends and receives: by formula, or from the lists of block layouts where there are any."""
     if transport == "ulysses":
         return _count_ulysses(sharding, rank, shape)
     seal = seal_rows(shape.row_bytes)

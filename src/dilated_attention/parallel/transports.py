@@ -40,9 +40,11 @@ from dilated_attention.parallel.parts import (
 
 @dataclass(frozen=True)
 class _Round(Feed):
-    """Describe one transfer: the rows of the shard that it sends, and the parts that read what it receives.
+    """Describe one transfer: the rows of the shard that a rank sends, and the parts that read what it receives.
 
-    Gradients go back in messages framed as `received`, and arrive framed as `returned`.
+    `sent`, `received`: how the buffers of sent and of received rows are divided into messages (`Framing`). In the
+    backward, gradients of the received rows leave divided as `received`, and gradients of the sent rows come back
+    divided as `returned`. That is `sent`, except after an all_gather: one message went to all ranks, and each answers.
     """
 
     sent: Framing
@@ -82,7 +84,8 @@ class _Schedule(Generic[Made]):
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> Made:
-        """Return the tables of a rank; `seal` is the number of rows of a message's seal."""
+        """Return the tables of a rank: what it computes, sends and receives. `seal`: how many rows a message's seal
+        takes."""
         raise NotImplementedError
 
 
@@ -127,7 +130,7 @@ class Exchange(_Schedule[_Tables]):
 
 
 class AllGather(Exchange):
-    """Run one all_gather: every rank gets all rows that some rank needs from another, padded to the longest list."""
+    """Run one all_gather: every rank gets each rank's rows that some other rank needs, padded to the longest list."""
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
@@ -150,9 +153,9 @@ class AllGather(Exchange):
 class Ring(_Schedule[_Tables]):
     """Send rows point to point, to one peer per step; at most two peers' rows are in memory at a time.
 
-    No rows are kept for the backward, which fetches them again. With n ranks, a rank that sends rows to another in step
-    d sends gradients to that rank in step n - d. Messages between two ranks match by their order, so every rank runs
-    the steps in the same order.
+    In step d = 1, 2, ... rank j sends rows to rank j + d (modulo the number of ranks). No rows are kept for the
+    backward, which fetches them again in the same steps, and in step d returns gradients to rank j - d. Messages
+    between two ranks match by their order, so every rank runs the steps in the same order.
     """
 
     @staticmethod
@@ -215,9 +218,9 @@ class Ring(_Schedule[_Tables]):
 
 @dataclass(frozen=True)
 class _Hop:
-    """Describe a round of doubling: it sends the buffer's rows `send`, and fills the rows [start, stop).
+    """Describe a round of doubling: it sends the buffer's rows with indices `send`, and fills its rows [start, stop).
 
-    `gathers`: the parts whose rows are complete after this round.
+    `sent`, `received`: how the two messages are framed. `gathers`: the parts whose rows are complete after this round.
     """
 
     send: Tensor
@@ -248,10 +251,10 @@ class Doubling(_Schedule[_DoublingTables]):
 
     The ranks form blocks of 2^i neighbours. In round i, two sibling blocks give each other their rows of the segments
     that reach beyond one block, so a segment of 2^n shards is complete after n rounds. Its branch is then computed,
-    while the rows of the next round travel. Every round moves the same number of rows if segments and dilation rates
-    double together from branch to branch, and the tokens that a head takes in a branch include those that it takes in
-    the next. The backward gets the buffer of all rows that the forward held, and returns their gradients through the
-    same rounds in reverse order.
+    while the rows of the next round travel. Every round moves the same number of rows if, from each branch to the next,
+    segment length and dilation rate double, and a head's tokens in the next branch are among its tokens in this one.
+    The backward gets the buffer of all rows that the forward held, and returns their gradients through the same rounds
+    in reverse order.
     """
 
     @staticmethod

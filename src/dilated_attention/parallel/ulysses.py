@@ -38,14 +38,14 @@ class Ulysses:
         }
 
     def scatter_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Turn `(batch, shard, heads, ...)` tensors into `(batch, seq, heads / size, ...)`."""
+        """Give each rank all tokens of its heads: `(batch, shard, heads, ...)` to `(batch, seq, heads / size, ...)`."""
         size, counts = self.link.size, self.counts
         rows = [x.unflatten(2, (size, -1)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(0, 1) for x in tensors]
         arrived = self._exchange(rows, [counts[self.link.rank]] * size, counts, what)
         return [x.transpose(0, 1) for x in arrived]
 
     def gather_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Turn `(batch, seq, heads / size, ...)` tensors into `(batch, shard, heads, ...)`."""
+        """Reverse `scatter_heads`: turn `(batch, seq, heads / size, ...)` into `(batch, shard, heads, ...)`."""
         size, shard = self.link.size, self.counts[self.link.rank]
         arrived = self._exchange([x.transpose(0, 1) for x in tensors], self.counts, [shard] * size, what)
         return [x.unflatten(0, (size, shard)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(2, 3) for x in arrived]

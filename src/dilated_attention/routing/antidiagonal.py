@@ -29,10 +29,10 @@ def antidiagonal_blocks(
 ) -> BlockLayout:
     """Choose the blocks with the largest antidiagonal sums of scores (XAttention, arXiv:2503.16428).
 
-    Each row gets as many blocks as in `topk_blocks`.
+    Each query block gets as many key blocks as in `topk_blocks`.
 
-    Queries and keys are cut into pieces of `stride` tokens, x and y. The mean score along the antidiagonal of a tile,
-    which crosses every column and diagonal, is
+    Queries and keys are cut into pieces of `stride` tokens, x and y. The scores of x and y form a square. The mean
+    along its antidiagonal, which crosses every column and diagonal, is
 
         s(x, y) = scale / stride Σ_i q_{x, stride - 1 - i} · k_{y, i}.
 

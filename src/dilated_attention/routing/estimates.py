@@ -55,9 +55,9 @@ class Sample(NamedTuple):
 
 
 def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows with their estimated shares (B, H, rows of the slice, columns), until all rows are done.
+    """Yield slices of rows (query blocks) with their estimated shares (B, H, rows of the slice, columns), for all rows.
 
-    `group`: average over the query heads that share a KV head.
+    A column is a key block. `group`: average over the query heads that share a KV head.
     """
     skipped, kv_heads = x.skipped, x.key.shape[2]
     seen = (grid.choices * x.peaks).clamp(max=-(-x.key.shape[1] // x.joined))
@@ -74,11 +74,11 @@ def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Ite
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield (slice of rows, shares (B, H, rows of the slice, columns)), until all rows are done.
 
-    A share is the part of a row's softmax that falls on a column's keys.
+    A share is the part of a row's (query block's) softmax that falls on the keys of a column (key block).
 
     Args:
-        seen: int64 (rows, parts): each query sees this many keys, counted from the first. The numbers do not decrease
-            from row to row.
+        seen: int64 (rows, parts): each query of `x` sees this many of its keys, counted from the first. The numbers do
+            not decrease from row to row.
     """
     rows, parts = x.weight.shape
     batch, _, heads, _ = x.query.shape
@@ -101,7 +101,7 @@ def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tenso
 
 
 def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tensor:
-    """Return `shares` of the rows `at`, none of which sees more than `most` keys."""
+    """Return `shares` of the rows (query blocks) `at`, by tensor operations; no row may see more than `most` keys."""
     parts, peaks = x.weight.shape[1], x.peaks
     dtype, reached = torch.promote_types(x.query.dtype, torch.float32), -(-most // peaks)
     query = _joined(x.query, slice(at.start * parts, at.stop * parts), x.joined, turned=True).to(dtype) * x.scale
@@ -121,10 +121,12 @@ def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tens
 def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield `shares` of the rows `at`, computed for listed columns only: (B, H, rows of the slice, listed).
 
+    A row is a query block, a column a key block. Each `tile` neighbouring rows, a tile, share a list of columns.
+
     Args:
         choices: (all rows,): each row may see this many columns, counted from the first.
-        listed: (B, H, tiles, listed), ascending columns for each tile of `tile` rows; tile 0 begins at `at.start`.
-            Numbers past the last column pad short lists and are never seen.
+        listed: (B, H, tiles, listed), ascending columns for each tile; tile 0 begins at `at.start`. Numbers past the
+            last column pad short lists and are never seen.
     """
     batch, heads, _, number = listed.shape
     parts, peaks, kv_heads = x.weight.shape[1], x.peaks, x.key.shape[2]
@@ -169,8 +171,8 @@ def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
 def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int]]:
     """Yield slices of at most `most` rows, each with the largest number of keys that one of its rows sees (at least 1).
 
-    `seen`: how many keys each row sees; it does not decrease. Where it grows, a slice has at most an eighth of all
-    rows. Rows are numbered from `first`.
+    `seen`: how many keys each row (query block) sees; it does not decrease. Where it grows, a slice has at most an
+    eighth of all rows. Rows are numbered from `first`.
     """
     rows = len(seen)
     step = most if not rows or int(seen.min()) == int(seen[-1].max()) else min(most, -(-rows // 8))
@@ -182,9 +184,9 @@ def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int
 def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
     """Return the share of each key block, (…, rows, columns), from logits (…, rows, parts, peaks, columns).
 
-    A row is represented by `parts` queries, a block by `peaks` keys. Each query's softmax is summed over the keys of a
-    block, and averaged over the queries: `weight`, (rows, parts), holds their weights, whose sum in a row is 1. A row
-    that sees no key gets zeros. Overwrites the logits.
+    A row (query block) is represented by `parts` queries, a key block by `peaks` keys. Each query's softmax is summed
+    over the keys of a block, and averaged over the queries: `weight`, (rows, parts), holds their weights, whose sum in
+    a row is 1. A row that sees no key gets zeros. Overwrites the logits.
     """
     largest = logits.amax((-1, -2), keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     mass = logits.sub_(largest).exp_().sum(-2)
@@ -201,7 +203,8 @@ def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
 
 
 def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
-    """Return the pooled queries of each block, (B, rows, parts, H, D), and the weight of each part, (rows, parts)."""
+    """Return the pooled queries of each query block, (B, rows, parts, H, D), and the weight of each, (rows, parts):
+    means of parts of the block, or, when causal, of the q_block queries up to its first one, and that one itself."""
     query, size = part_means(q, grid.q_block, QUERY_PARTS, before=grid.is_causal)
     query = query.to(grid.dtype)
     if grid.is_causal:
@@ -211,7 +214,8 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: Candidates) -> Tensor:
-    """Return, for each KV head, the mean of its pooled queries, times the scale: (B, 1, kv_heads, D).
+    """Return, for each KV head, the mean of its pooled queries, times the scale: (B, 1, kv_heads, D). The peaks of a
+    key block are the keys that score highest along it.
 
     When causal, return it for each key block, as the mean over the query blocks up to the first one that may choose the
     key block: (B, columns, kv_heads, D).
@@ -226,8 +230,8 @@ def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: Candidates) -
 def _pooled_keys(k: Tensor, direction: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
     """Return the pooled keys of each block and the logarithm of how many tokens each of them represents.
 
-    The keys are the block's peaks and the mean of its other keys, (B, columns, peaks + 1, kv_heads, D); the logarithms
-    are (columns, peaks + 1).
+    The keys are the block's peaks (those with the highest scores along `direction`) and the mean of its other keys, (B,
+    columns, peaks + 1, kv_heads, D); the logarithms are (columns, peaks + 1).
     """
     number = min(KEY_PEAKS, grid.k_block)
     column = torch.arange(grid.columns, device=grid.device) * grid.k_block
@@ -299,7 +303,7 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def along(blocks: Tensor, direction: Tensor) -> Tensor:
-    """Return the scores of keys along directions.
+    """Return the dot products of keys with directions.
 
     blocks (B, blocks, block, kv_heads, D) and direction (B, blocks or 1, heads, D) give (B, blocks, heads, block). A
     single product with a block-diagonal matrix reads the keys in place, where one product per head would copy them. The

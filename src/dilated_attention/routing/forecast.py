@@ -29,8 +29,9 @@ class Forecast:
     """Forecast each query block's shares of the key blocks, from causal estimates that describe the block before it.
 
     The forecast mixes three: the estimate, the estimate moved on by one key block, and the mean of what earlier sampled
-    rows have seen at each distance from the last key block that a row may choose. To weigh them, lists of the earlier
-    sampled rows are made from each alone. The more of these rows' softmax its lists hold, the greater is its weight.
+    rows (query blocks) have seen at each distance from the last key block that a row may choose. To weigh the three,
+    each alone chooses lists for the earlier sampled rows. The more of these rows' softmax falls on its lists, the
+    greater is its weight.
 
     Call the object on consecutive slices of rows, in order, from the first row to the last: it updates the weights.
 
@@ -57,8 +58,8 @@ class Forecast:
         self.held = prior.repeat(*seen.shape[:2], 1)
 
     def __call__(self, at: slice, share: Tensor, counts: Tensor) -> Tensor:
-        """Return the forecast of the rows `at`, given their estimates `share`, (B, H, rows, columns), and the lengths
-        `counts` of their lists, (…, rows). It may overwrite `share`."""
+        """Return the forecast shares of the rows (query blocks) `at`, and update the weights. `share`, (B, H, rows,
+        columns): their estimates, may be overwritten. `counts`, (…, rows): how many blocks each row will list."""
         grid, counts = self.grid, counts.expand(share.shape[:3])
         if is_compiled(share, self.seen):
             share = share.contiguous()
@@ -108,9 +109,9 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
     """Return a sample of the causal softmax, summed by key block: (B, H, sampled blocks, columns).
 
     For each query block in `sampled` it is the mean over FORECAST_TOKENS (4) of the block's tokens, each of which sees
-    every eighth key. The first key, which may hold most of the softmax (an attention sink), always takes part and
-    counts once; each other key that takes part counts eight times. If 8 does not divide k_block, their greatest common
-    divisor replaces 8.
+    every eighth key up to itself. The first key, which may hold most of the softmax (an attention sink), always takes
+    part and counts once; each other key that takes part counts eight times. If 8 does not divide k_block, their
+    greatest common divisor replaces 8.
     """
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)

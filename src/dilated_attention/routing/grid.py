@@ -111,7 +111,8 @@ def _lengths_of(k: Tensor, key_padding_mask: Tensor) -> Tensor:
 class Candidates(BlockGrid):
     """Describe the query blocks of one call: which key blocks each may choose (`allowed`) and always lists (`always`).
 
-    `floor` is the least number of blocks per query block, `scale` the factor of the scores, `dtype` the shares' dtype.
+    `keep_diagonal`: always list the blocks of a query block's own tokens. `floor` is the least number of blocks per
+    query block, `scale` the factor of the scores, `dtype` the shares' dtype.
     """
 
     keep_diagonal: bool
@@ -140,7 +141,7 @@ class Candidates(BlockGrid):
 
     @cached_property
     def choices(self) -> Tensor:
-        """The number of key blocks, counted from the first, that each query block may choose from, `(rows,)`."""
+        """The number of key blocks that a query block may choose from, `(rows,)`; if causal, up to its first query."""
         if not self.is_causal:
             return torch.full((self.rows,), self.columns, device=self.device)
         return (self.first_query + 1) // self.k_block
@@ -156,11 +157,11 @@ class Candidates(BlockGrid):
         return ((last_key + self.q_block - 1) // self.q_block).clamp(max=self.rows - 1)
 
     def least(self) -> Tensor:
-        """Return the fewest blocks that each row may keep, `(rows,)`: `floor` or, if more, those always listed."""
+        """Return the least number of key blocks per query block, `(rows,)`: `floor`, or those always listed if more."""
         return self._blocks(0.0)
 
     def budget(self, density: float) -> Tensor:
-        """Check that density is in (0, 1], and return how many blocks each row keeps, `(rows,)`, as `_blocks` does."""
+        """Check that density is in (0, 1], and return how many key blocks each query block keeps at it, `(rows,)`."""
         check_share("density", density)
         return self._blocks(density)
 
@@ -177,9 +178,10 @@ class Candidates(BlockGrid):
         return torch.maximum(present, self.bounds.stops - self.bounds.starts).minimum(visible)
 
     def layout_of(self, rows: Iterable[tuple[slice, Tensor, Tensor]]) -> BlockLayout:
-        """Return the layout whose rows list the blocks with the `counts` largest shares; in a tie, the first ones.
+        """Return the layout whose query blocks list the `counts` key blocks of the largest shares; in a tie, the first.
 
-        rows: (at, shares (B, H, some rows, columns), counts (some rows,) or (B, H, some rows)) of all rows, in order.
+        rows: (at, shares (B, H, some rows, columns), counts (some rows,) or (B, H, some rows)) for consecutive slices
+        `at` of the query blocks, until all are done. Blocks always listed come first, whatever their share.
         """
         every, lists = [], []
         for at, share, counts in rows:
@@ -230,6 +232,6 @@ def candidates(
 
 
 def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
-    """Return shares, plus `ALWAYS` where a block is always listed; -1 where it may not be chosen."""
+    """Return numbers to rank blocks by: shares, plus `ALWAYS` if always listed; -1 where a block may not be chosen."""
     share = share.nan_to_num(nan=0.0)  # of scores that overflow: a NaN would come before the blocks always listed
     return torch.where(always, share + ALWAYS, torch.where(allowed, share, -1.0))

@@ -42,7 +42,7 @@ def lsh_blocks(
 
     Without `density` the layout is exact inside buckets: a block is active iff one of its (query, key) pairs shares a
     bucket in one of the hashes, so every such pair is attended (and the rest of its block with it). With `density` each
-    row keeps as many blocks as in `topk_blocks`, those with the largest estimated share of its softmax.
+    query block keeps as many as in `topk_blocks`, those with the largest estimated share of its softmax.
 
     The estimate: exp(q·k) = exp(q̄·k) exp((q - q̄)·k). With q̄ the mean query, the first factor is a weight of the
     key alone, and collisions of the centred q and k replace the second. In each hash a query spreads its attention over
@@ -89,8 +89,8 @@ def lsh_blocks(
 
 
 class _Tokens(NamedTuple):
-    """Hold tokens x of blocks, (B, blocks, T, H, D); their centres (means), (B, blocks or 1, H, D); and `real`, 1 for
-    each token that exists, else 0, (1, blocks, 1, T)."""
+    """Hold tokens x, T per block, (B, blocks, T, H, D); the centres that are subtracted before hashing (means), (B,
+    blocks or 1, H, D); and `real`, 1 for each token that exists, else 0, (1, blocks, 1, T)."""
 
     x: Tensor
     centre: Tensor
@@ -112,7 +112,7 @@ def _queries(q: Tensor, grid: Candidates, step: int) -> _Tokens:
 def _shares(
     met: Tensor, centre_q: Tensor, k: Tensor, means: Tensor, centre_k: Tensor, hashes: _Hashes, grid: Candidates
 ) -> Tensor:
-    """Return the estimate of `lsh_blocks`, (B, H, rows, columns); when causal without row 0.
+    """Return the estimated shares of `lsh_blocks`, (B, H, query blocks, key blocks); when causal without row 0.
 
     A key's weight exp(q̄·k) is computed as the product of two factors. The weight relative to the largest one in the
     key's block uses the q̄ of the first query block that may choose this block, so it is the same for all rows. The
@@ -172,11 +172,11 @@ class _Hashes(NamedTuple):
         return 2**self.num_bits
 
     def weights(self, x: Tensor, centre: Tensor, weight: Tensor) -> Tensor:
-        """Return the summed weight of the tokens in each bucket, (B, H, blocks, hashes * buckets).
+        """Return, for each block, the summed weight of its tokens in each bucket, (B, H, blocks, hashes * buckets).
 
         Args:
             x: tokens (B, blocks, T, H, D), hashed by their sides of planes through centre (B, blocks or 1, H, D).
-            weight: (B or 1, blocks, H or 1, T).
+            weight: the weight of each token, (B or 1, blocks, H or 1, T).
         """
         planes, num_bits = self
         batch, blocks, tokens, heads, _ = x.shape

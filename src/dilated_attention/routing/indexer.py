@@ -94,7 +94,9 @@ class Indexer(nn.Module):
     def loss(
         self, x: Float[Tensor, "batch seq embed_dim"], q: Queries, k: Keys, *, scale: float | None = None
     ) -> Float[Tensor, ""]:
-        """Return the loss that the class describes.
+        """Return the mean over queries of KL(attention's probabilities, averaged over heads || softmax of the index).
+
+        It has gradients for the indexer's parameters only.
 
         Args:
             x: the input that `forward` gets.
@@ -124,7 +126,8 @@ class Indexer(nn.Module):
             raise ValueError(f"x must be (batch, seq, embed_dim={width}); got shape {tuple(x.shape)}")
 
     def _divergence(self, x: Tensor, q: Tensor, k: Tensor, scale: float, at: slice) -> Tensor:
-        """Return KL(p_t || softmax index(t, ·)), as the class defines it, summed over batch and queries `at`."""
+        """Return KL(p_t || softmax index(t, ·)), summed over batch and queries t in `at`; p_t is the mean over heads of
+        the attention's probabilities."""
         index = self._index(x, at)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
@@ -134,7 +137,7 @@ class Indexer(nn.Module):
         return F.kl_div(told, wanted, reduction="sum")
 
     def _index(self, x: Tensor, at: slice) -> Tensor:
-        """Return index(t, s) of the class for the queries t in `at`: (batch, queries, at.stop); -inf where s > t."""
+        """Return the indexer's scores index(t, s) of queries t in `at`: (batch, queries, at.stop); -inf where s > t."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
         key, weight = self.key(x[:, : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)

@@ -100,7 +100,8 @@ class LearnedRouter(nn.Module):
     def log_gates(self, q: Queries, k: Keys) -> Blocks:
         """Return the logarithm of each block's gate, `(batch, heads, query blocks, key blocks)`.
 
-        It is 0 on the diagonal, and -inf for blocks that the row may not choose.
+        The gate, from 0 to 1, says how far the relaxed choice lists the block. Its logarithm is 0 on the diagonal, and
+        -inf for blocks that the query block may not choose.
         """
         return self._log_gates(q, k, self._grid(q, k))
 
@@ -151,8 +152,8 @@ class LearnedRouter(nn.Module):
 
 
 def _threshold(x: Tensor, free: Tensor, wanted: Tensor) -> Tensor:
-    """Return τ (…, rows, 1) such that a row's sigmoid(x - τ), summed over its `free` entries, is `wanted` (rows,);
-    differentiable in x."""
+    """Return τ (…, rows, 1) such that a row's (query block's) sigmoid(x - τ), summed over its `free` entries (bool), is
+    `wanted` (rows,); differentiable in x."""
     with torch.no_grad():
         inside = x.masked_fill(~free, 0.0)
         low, high = inside.amin(-1, keepdim=True) - 40, inside.amax(-1, keepdim=True) + 40

@@ -31,7 +31,7 @@ def vertical_slash(
 ) -> BlockLayout:
     """Choose the blocks on the heaviest columns and diagonals (MInference, arXiv:2407.02490).
 
-    Each row gets as many blocks as in `topk_blocks`.
+    Each query block gets as many key blocks as in `topk_blocks`.
 
     With p_i(J) the softmax of the first query of block i over all keys, summed over key block J, and b_i the key block
     that this query lies in,
@@ -59,7 +59,8 @@ def vertical_slash(
 
 
 def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows, in order, with score(i, J) of `vertical_slash`, (B, H, rows of the slice, columns).
+    """Yield slices of rows (query blocks), in order, with score(i, J) of `vertical_slash`, (B, H, rows of the slice,
+    columns): the larger of the mean shares on key block J's column and on the diagonal through (i, J).
 
     `group`: average the softmax over the query heads that share a KV head.
     """
@@ -99,7 +100,8 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Itera
 
 
 def _shares(q: Tensor, k: Tensor, grid: Candidates, group: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (slice of rows, p_i(J) of `vertical_slash` for these rows i, (B, H, rows of the slice, columns))."""
+    """Yield (slice of query blocks, p_i(J) for these i, (B, H, blocks of the slice, columns)). p_i(J) is the softmax of
+    the first query of query block i, summed over key block J."""
     weight = torch.ones(grid.rows, 1, dtype=grid.dtype, device=grid.device)
     first = grid.first_query[:, None]
     seen = first + 1 if grid.is_causal else torch.full_like(first, grid.seq_len)

@@ -35,7 +35,7 @@ def page_bounds(
 ) -> BlockLayout:
     """Choose blocks by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
 
-    Each row gets as many blocks as in `topk_blocks`.
+    Each query block gets as many key blocks as in `topk_blocks`.
 
     A page is a run of `page_size` neighbouring keys. With low and high the least and the greatest value of each
     component in a page,

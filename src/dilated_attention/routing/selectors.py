@@ -81,9 +81,11 @@ def topk_blocks(
 def largest_shares(
     q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, group: bool, lookahead: bool = False
 ) -> BlockLayout:
-    """Choose as `topk_blocks` does, with the estimate computed from `sample`; `group` is its `per_kv_head`.
+    """Choose as `topk_blocks` does, from shares that are estimated with the queries and keys in `sample`.
 
-    `lookahead`: the estimate describes each query block itself, so that nothing is forecast when causal.
+    `group`: make one list per KV head (`per_kv_head`). When causal, `sample` has queries up to a block's first one, and
+    the block's shares are forecast from the estimate. With `lookahead` it has the block's own queries, later ones too,
+    and the estimate is used as it is. Without causality nothing is forecast.
     """
     budget = grid.budget(density)
     forecast = Forecast(q, k, grid, group=group) if grid.is_causal and not lookahead else None
@@ -110,10 +112,10 @@ def sampled_blocks(
 ) -> BlockLayout:
     """Choose the blocks with the largest shares of the exact softmax of a few queries per query block.
 
-    Each row gets as many blocks as in `topk_blocks`. share(i, J) is the softmax over all keys, summed over key block J,
-    averaged over `queries` equally spaced queries of block i. When causal, the queries are spaced over the q_block
-    queries that end at the block's first one. They see the key blocks that the row may choose, and the shares serve as
-    the estimate of the forecast in the package docstring of `routing`. Everything else is as in `topk_blocks`.
+    Each query block gets as many key blocks as in `topk_blocks`. share(i, J) is the softmax over all keys, summed over
+    key block J, averaged over `queries` equally spaced queries of block i. When causal, the queries are spaced over the
+    q_block queries that end at the block's first one. They see the key blocks that block i may choose, and the shares
+    serve as the estimate of the forecast in the package docstring of `routing`. Everything else is as in `topk_blocks`.
 
     Use it where the queries of a block look for different keys, which a mean of queries blurs. It computes
     queries / q_block of all scores.
@@ -212,10 +214,11 @@ def hierarchical_blocks(
 
     If q_block and k_block differ, a region has `region` times their least common multiple of tokens on each side.
 
-    A query region looks into its own key region and those with the largest shares, which together hold `breadth`
-    times the tokens that `density` keeps. From the blocks of these regions, each query block keeps as many as in
+    A query region looks into its own key region and those with the largest shares, which together hold `breadth` times
+    the tokens that `density` keeps. From the blocks of these regions, each query block keeps as many as in
     `topk_blocks`; the diagonal is always listed. Computing the scores costs 1 / region + breadth * density times as
-    much as in `topk_blocks`. There is no forecast. Other arguments are as in `topk_blocks`.
+    much as in `topk_blocks`. When causal, the estimate, from queries up to the block's first, is used as it is: unlike
+    in `topk_blocks`, shares are not forecast from it. Other arguments are as in `topk_blocks`.
 
     The number of regions depends on the length of the whole sequence. So when causal, a choice never depends on the
     values of later tokens, but it does depend on how many there are: a prefix alone may get another choice.

@@ -35,7 +35,7 @@ SPARSE = ("block-sparse", "block-sparse dilated", "multihead block-sparse", *RIV
 
 
 def contender(call: Callable[[], object]) -> Contender:
-    """Make a contender of a call, with one phase, `forward`."""
+    """Return a contender, work to be timed, which runs `call` and yields the name of its only phase, `forward`."""
 
     def work() -> Iterator[str]:
         call()
@@ -55,7 +55,7 @@ def under(setting: Callable[[], AbstractContextManager[Any]], work: Contender) -
 
 
 def doubling(first: int, branches: int) -> Dilated:
-    """Return a pattern whose segments and rates double from `first` and 1."""
+    """Return a pattern of `branches` branches: segment lengths double from `first`, and rates from 1."""
     return Dilated(tuple(first << i for i in range(branches)), tuple(1 << i for i in range(branches)))
 
 
@@ -91,7 +91,7 @@ class Case:
             their projections, heads x head_dim wide; others: the block-sparse layout run in another way, see rivals.py.
         segment_lengths, dilation_rates, offsets: the dilated pattern, or the calls that stand for it.
         blocks, density, block_size: the layout: a builder of `BlockLayout` and the requested density; with
-            `blocks="dilated"` a query block sees every second block within reach.
+            `blocks="dilated"` a query block sees every second block, as far as the density allows.
         dtype: the name of a torch dtype, such as `float32`.
         backend: as in `dilated_attention`.
     """
@@ -191,8 +191,9 @@ class Case:
     def predicted_bytes(self, *, backward: bool) -> int:
         """Return an upper estimate of what the call will hold at its peak, inputs included.
 
-        It counts in tensors of the output's size: q, k, v, out, and one for temporaries. With a backward also dout,
-        dq, dk, dv and two for temporaries; in half precision three more, for gradients in single precision.
+        It counts in tensors of the output's size: q, k, v, out, and one for temporaries. With a backward also dout, dq,
+        dk, dv and two more for temporaries; in half precision three more, for gradients in single precision. `mask`,
+        `torch.sparse` and `gather` add their masks, matrices or copies of keys.
         """
         outputs = 11 if backward else 5
         if backward and self.dtype in ("float16", "bfloat16"):
@@ -210,7 +211,7 @@ class Case:
         return torch.empty(shape, dtype=getattr(torch, self.dtype), device=device).normal_()
 
     def inputs(self, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return (q, k, v) of each fused call to make: one, except for `dense calls`."""
+        """Return random (q, k, v) of each fused call: one or two per branch for `dense calls`, else one in all."""
         if self.method != "dense calls":
             shapes = [(self.batch, self.seq_len, self.heads, self.head_dim)]
         else:

@@ -54,7 +54,8 @@ def draw_file(path: Path, folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def drawing(path: Path) -> Iterator[list[Record]]:
-    """Yield the rows of a file. Raises a ValueError that names the file if the `with` block cannot use its rows."""
+    """Yield the rows of a file. If the `with` block finds them unusable (an AttributeError, KeyError, TypeError or
+    ValueError), raise a ValueError that names the file."""
     rows = read(path)
     try:
         yield rows
@@ -69,7 +70,8 @@ Series = Mapping[str, tuple[str, str, Sequence[tuple[float, float]]]]
 def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure | None:
     """Draw series side by side with logarithmic y axes; None if there is nothing to draw.
 
-    panels: for each pair of axes its series, and settings for `Axes.set`. size: width of one panel in inches.
+    panels: for each plot its series (label -> line style, grey, points), and settings for `Axes.set`. size: width of
+    one panel in inches.
     """
     if not any(points for series, _ in panels for *_, points in series.values()):
         return None
@@ -139,7 +141,7 @@ def _variant(row: Record) -> str:
 
 
 def _stages(rows: list[Record]) -> Figure:
-    """Draw one bar per stage, in milliseconds, of the newest call of a profile."""
+    """Draw a bar per stage of a profile's newest call: its own time in milliseconds. Stages below 0.2 % are omitted."""
     parameters = max(rows, key=lambda row: row["date"])["parameters"]  # the file may have several
     own = [(row["name"].partition(OWN_TIME)[2], row["value"]) for row in rows if row["parameters"] == parameters]
     least = 0.002 * sum(value for name, value in own if name)
@@ -159,7 +161,8 @@ def weak_scaling(rows: list[Record]) -> Figure | None:
     for this library and the schemes of `World.others`.
 
     All points have the same number of tokens per rank. Rows are taken that differ from the newest modelled row only in
-    length and number of ranks; communication is as modelled for its network. None if there are fewer than two lengths.
+    length, number of ranks and transport; communication is as modelled for its network. None if there are fewer than
+    two lengths.
     """
 
     def kind(row: Record) -> dict[str, Any]:

@@ -130,9 +130,9 @@ class _Launched:
 
 
 def _host(backward: bool) -> Callable[[float], float]:
-    """Return the `measure` of a `Guard`, called with the limit at or below which it may stop: the host's time for a
-    small Triton call, without driver and GPU, divided by the time of turning 10,000 integers into text. backward:
-    whether the call includes its backward."""
+    """Return a function of a limit, the `measure` of a `Guard`. It returns the host's time for a small Triton call,
+    without driver and GPU, divided by the time of turning 10,000 integers into text; it may stop once that is at most
+    the limit. backward: whether the call includes its backward."""
 
     def measure(limit: float) -> float:
         serving = replace(table.BACKENDS["triton"], refusal=lambda facts: None)
@@ -187,8 +187,8 @@ def check(guard: Guard, baseline: Mapping[str, float]) -> Verdict:
 
 
 def read_baseline(path: Path, device: str) -> dict[str, float]:
-    """Return the device's figures by name. If it has none yet, return the greatest of any device, since the ratios
-    differ between processors. Raises ValueError if the file is missing or is no baseline."""
+    """Return the device's figures by name. If the device has none yet, return for each figure the greatest of all
+    devices, since the ratios differ between processors. Raises ValueError if the file is missing or is no baseline."""
     known = entries(path)
     if not known:
         raise ValueError(f"{path}: there is no baseline; write one with --update")

@@ -71,7 +71,8 @@ class Setting:
 
     @property
     def has_plan(self) -> bool:
-        """Return whether the bars of PLAN apply: the base is REPORTED, and the calls are not compiled."""
+        """Return whether the bars that the project's plan sets (PLAN) apply: `base` is the case REPORTED, 4,096 tokens
+        in float32 and three branches, and the calls are not compiled."""
         return self.base == REPORTED and not self.compiled
 
     @property

@@ -39,13 +39,13 @@ def _layouts(case: Case):  # type: ignore[no-untyped-def]
 
 
 def rows_of(case: Case, count: int) -> list[int]:
-    """Return the first row, the last, and others drawn at random, `count` at most."""
+    """Return at most `count` positions of tokens in order: the first, the last, and others drawn at random."""
     drawn = torch.randint(case.seq_len, (max(count - 2, 0),), generator=torch.Generator().manual_seed(0))
     return sorted({0, case.seq_len - 1, *drawn.tolist()})
 
 
 def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return the output of the chosen rows in float64, (batch, rows, heads, head_dim), 0 if a row sees nothing."""
+    """Return the output at positions `rows` in float64, (batch, rows, heads, head_dim); 0 where a token sees no key."""
     module = case.module() if case.method in MULTIHEAD else None
     if module is not None:
         assert module.in_proj_weight is not None
@@ -71,6 +71,6 @@ def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int]) -> T
 
 
 def keys_reached(case: Case, rows: Sequence[int]) -> float:
-    """Return the mean over the rows of how many keys a token sees in any head."""
+    """Return how many different keys a token sees in all its heads together: the mean over the positions `rows`."""
     sets = [torch.cat([keys_of(case, row, head) for head in range(case.heads)]).unique() for row in rows]
     return sum(map(len, sets)) / len(sets)

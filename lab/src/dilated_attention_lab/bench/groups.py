@@ -65,7 +65,7 @@ def refused(group: Group, job: Job, reason: str) -> Row:
 
 def serve(group: Group, job: Job, write: Callable[[str], object]) -> None:
     """Run a job in this process, which is the job's own. Call `write` with a line of JSON for each row; if the job
-    fails, with a row that names `group` and the reason."""
+    fails, then also for a row that names `group` and the reason."""
     try:
         for row in job.run():
             write(json.dumps(asdict(row)))
@@ -84,7 +84,7 @@ def rows_apart_from_output() -> TextIO:
 
 
 def run_apart(group: Group, command: Callable[[Job], Sequence[str]]) -> Iterator[Row]:
-    """Run a group's jobs as `command(job)`; yield their rows, and a row with the reason for each job that failed."""
+    """Run each job of a group as a process, `command(job)`; yield all rows, and per failure one with the reason."""
     end = time.monotonic() + group.seconds
     with ThreadPoolExecutor(group.at_once) as pool:
         for found in pool.map(lambda job: _rows(group, job, command(job), end), group.jobs):

@@ -105,7 +105,8 @@ def interleave(
     Args:
         contenders: what to time, by name. The seconds of a phase include the contender's earlier phases.
         dtype: dtype of the matrix product that runs in every round too.
-        least, most: bounds on the number of rounds. The first round is a warm-up, unless it takes a tenth of `seconds`.
+        least, most: bounds on the number of rounds. The first round is a warm-up that does not count, unless it takes
+            more than a tenth of `seconds`.
     """
     size = 1536 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -156,7 +157,7 @@ def fused_calls(call: Callable[[], object]) -> int:
 
 
 def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = False) -> int | None:
-    """Return the bytes that a call adds at its peak to q, k and v, with its output.
+    """Return the bytes that a call adds at its peak to those of q, k and v; its output counts.
 
     They are measured in a new process, as the growth of its peak memory: resident on the CPU, allocated on a GPU.
     None if the system does not say.
@@ -169,7 +170,8 @@ def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = Fals
 def in_new_process(
     module: str, request: Mapping[str, object], *, limit: Sequence[str] = (), launcher: Sequence[str] = (), **more: str
 ) -> Any:
-    """Return what `python -m module REQUEST` prints, JSON on its last line.
+    """Run `python -m module REQUEST`, with the request as JSON, and return the JSON value on the last line that it
+    prints. Raises RuntimeError if the process fails.
 
     Args:
         limit: a command that starts Python, such as `rank_processes.limited`; empty for none.

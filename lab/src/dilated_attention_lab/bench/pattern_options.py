@@ -136,7 +136,7 @@ def _refuse(name: str, options: dict[str, Any], read: set[str]) -> None:
 
 
 def _integer(text: str) -> int:
-    """Parse an integer that a tensor can hold."""
+    """Parse an integer of 64 bits, which a tensor can hold."""
     value = int(text)
     if not -(1 << 63) <= value < 1 << 63:
         raise ValueError

@@ -130,7 +130,7 @@ def _record(call: Callable[[], object], device: torch.device) -> torch.profiler.
 
 
 def _total(recorded: torch.profiler.profile) -> float:
-    """Return the milliseconds of the call."""
+    """Return the milliseconds of the profiled call."""
     return next(e.cpu_time_total for e in recorded.events() or () if e.name == _MARK + "all") / 1e3
 
 
@@ -170,7 +170,7 @@ def _stage(event: Any) -> str:
 
 
 def _counts(event: Any, stage: str) -> bool:
-    """Return whether an event is one more run of its stage, not a part of one."""
+    """Return whether an event counts as a run of its stage; an event inside a run does not."""
     if event.name.startswith(_MARK):
         return True
     return event.name.startswith("aten::") and stage in _OPERATORS.values()

@@ -30,7 +30,7 @@ def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[s
     Raises RuntimeError if a process fails.
 
     Args:
-        mode: a key of `_MODES`.
+        mode: a key of `_MODES`. rounds: how often each contender is timed.
         limit: a command to start the processes with, which gives them a slower network (`limited`).
     """
     place = f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"
@@ -54,14 +54,14 @@ def _free_port() -> int:
 
 
 def limited(megabits: int) -> list[str]:
-    """Return a command that runs another one in a new network namespace, over a link of `megabits` Mbit/s."""
+    """Return a command prefix that runs a command in a new network namespace, over a link of `megabits` Mbit/s."""
     slower = f"tc qdisc add dev lo root tbf rate {megabits}mbit burst 256kb latency 1s"
     script = f'ip link set lo up && {slower} && exec "$@"'
     return ["unshare", "--map-root-user", "--net", "sh", "-c", script, "sh"]
 
 
 def limit_refusal() -> str | None:
-    """Return why a process cannot be run with limited bandwidth here (`limited`), or None if it can."""
+    """Return why this machine cannot run a process over a slow link, as `limited` does, or None if it can."""
     try:
         process = subprocess.run([*limited(100), "true"], capture_output=True, text=True)
     except FileNotFoundError as error:
@@ -106,8 +106,8 @@ def _tensors(case: Case) -> list[torch.Tensor]:
 
 
 def _scaling(case: Case, rounds: int) -> dict[str, Any]:
-    """Time a forward and backward of the same sequence on rank 0 alone, on all ranks, and on all ranks without the
-    seconds that a rank waits for others' rows. Return each one's seconds in every round, by name."""
+    """Time a forward and backward of the same sequence on rank 0 alone, on all ranks, and on all ranks with the seconds
+    of waiting for others' rows subtracted. Return each one's seconds in every round, by name."""
     mesh, tensors = dist.group.WORLD, _tensors(case)
     assert mesh is not None
     alone = _training_step(case, tensors, None)
@@ -115,7 +115,7 @@ def _scaling(case: Case, rounds: int) -> dict[str, Any]:
     link = link_of(mesh)
 
     def compute() -> float:
-        """Run the forward and backward on all ranks; return the seconds without those waiting for others' rows."""
+        """Run the forward and backward on all ranks; return the seconds minus those of waiting for others' rows."""
         link.traffic = Traffic()
         begin = time.perf_counter()
         shared()

@@ -70,7 +70,7 @@ def _split(path: Path, rows: list[Record]) -> list[str]:
 
 
 def _tables(path: Path, rows: list[Record]) -> Iterator[str]:
-    """Yield what the page of one file holds below its title."""
+    """Yield what follows the title of a file's page: where its figures come from, then pictures and tables."""
     shown = [row for row in rows if row["value"] is not None]
     usual = ", ".join(f"{name} {word}" for name, word in USUAL.items())
     yield (
@@ -87,7 +87,7 @@ def _tables(path: Path, rows: list[Record]) -> Iterator[str]:
 
 
 def _environment(rows: list[Record]) -> str:
-    """Name the versions and the dates of rows."""
+    """Return in words the versions of PyTorch and Python, and the dates, of the rows."""
     versions = sorted({(row["environment"]["torch"], row["environment"]["python"]) for row in rows})
     dates = sorted({row["date"][:10] for row in rows})
     words = " and ".join(f"PyTorch {torch}, Python {python}" for torch, python in versions)
@@ -117,7 +117,8 @@ def _by_case(rows: list[Record]) -> Iterator[str]:
 
 
 def _grouped(names: Sequence[str], group: Mapping[Case, Mapping[str, Record]]) -> str:
-    """Return a table of cases that all have the figures `names`."""
+    """Return a Markdown table of the cases in `group`, each of which has all figures in `names`. It has one row per
+    case, or one column per case if there are more than WIDEST figures."""
     common = _common(group)
     varying = list(dict.fromkeys(name for case in group for name, _ in case if name not in common))
     heads = {case: [dict(case).get(name, "") for name in varying] for case in group}
@@ -129,9 +130,10 @@ def _grouped(names: Sequence[str], group: Mapping[Case, Mapping[str, Record]]) -
 
 
 def _compared(rows: list[Record]) -> Iterator[str]:
-    """Yield a table for each setting of `compare`: forward times as ratios to dense attention's, by length.
+    """Yield a table for each dtype, batch, compiled or not, and segment lengths in the rows of `compare`: forward times
+    as ratios to dense attention's, by sequence length.
 
-    Then yield all columns for one setting: float32, one sample of 4,096 tokens, not compiled.
+    Then yield all columns for one of these: float32, one sample of 4,096 tokens, not compiled.
     """
     settings: dict[Case, dict[str, dict[int, Record]]] = {}
     for row in rows:
@@ -151,7 +153,7 @@ def _compared(rows: list[Record]) -> Iterator[str]:
 
 
 def _over_dense(row: Record) -> str:
-    """Return the ratio to dense attention, or an empty string where there is none."""
+    """Return as text the ratio of a row's time to dense attention's, or an empty string if the row has none."""
     return number(row["over"]["dense"]["median"]) if "dense" in row.get("over", {}) else ""
 
 
@@ -186,7 +188,7 @@ def _constants(common: Mapping[str, str]) -> str:
 
 
 def _cell(row: Record) -> str:
-    """Return a value with its bar, where there is one."""
+    """Return the text of a table's cell: the value of a row, with its bar if it has one."""
     if "bar" not in row:
         return value(row)
     return f"{value(row)}, {'bar' if row['met'] else 'not met: bar'} {number(row['bar'])}"

@@ -66,7 +66,7 @@ class Row:
 
 
 def device_folder(device: torch.device) -> str:
-    """Return the device in words, such as `cpu-2-threads-amd-epyc`, without the name of the machine."""
+    """Return the name of a device's folder of results, such as `cpu-2-threads-amd-epyc`, without the machine's name."""
     words = device_name(device).rpartition(", ")[0] if device.type != "cuda" else device_name(device)
     threads = f"-{torch.get_num_threads()}-threads" if device.type == "cpu" else ""
     return f"{device.type}{threads}-" + re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")

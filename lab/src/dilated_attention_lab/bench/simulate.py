@@ -74,7 +74,7 @@ class World:
         return 2 * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
 
     def plan(self, transport: str | None = None) -> ExchangePlan:
-        """Return what the last rank sends and receives, by closed formulas. `transport`: None takes the world's own."""
+        """Return what the last rank sends and receives, by closed formulas. `transport`: None for the world's own."""
         return exchange_plan(
             self.pattern,
             self.seq_len,
@@ -90,8 +90,9 @@ class World:
     def others(self) -> dict[str, tuple[int, int]]:
         """Return (bytes, messages) that a rank receives in a forward, by scheme; modelled, by closed formulas.
 
-        `dense ring`: every other rank's keys and values (Liu et al., arXiv:2310.01889). `all-gather`: each
-        branch's rows, gathered by the ranks of a segment. `official LongNet`: by all ranks, as in torchscale.
+        `dense ring`: every other rank's keys and values (Liu et al., arXiv:2310.01889). `all-gather`: for each branch
+        with segments longer than a shard, its rows of a segment, gathered by the ranks of the segment. `official
+        LongNet`: such a branch's rows of the whole sequence, gathered by all ranks, as in torchscale.
         """
         shard, row = self.seq_len // self.ranks, self.row_bytes
         gathered = messages = official = 0
@@ -166,7 +167,7 @@ class Network:
 
 
 def world_sizes(least: int, most: int) -> list[int]:
-    """Return sizes that begin at `least` and grow fourfold up to `most`."""
+    """Return numbers of ranks that begin at `least` and grow fourfold; the last is `most`."""
     sizes = []
     while least < most:
         sizes.append(least)
@@ -215,7 +216,7 @@ def _group(ranks: int) -> ProcessGroup:
 def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float, Traffic, Traffic]]:
     """Return a function that runs a forward and a backward.
 
-    It returns the seconds of both, without the drawing of normals, then the traffic of both.
+    It returns the seconds of both, minus those of drawing random normals, then the traffic of both.
     """
     link = RehearsalLink(group)
     shape = 1, world.shard, world.heads, world.head_dim
@@ -241,7 +242,10 @@ def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float,
 
 
 def _rehearse(worlds: Sequence[World], rounds: int) -> list[Rehearsal]:
-    """Rehearse in this process. The peak memory is reported only if there is a single world."""
+    """Run the worlds in turns, `rounds` times, in this process; return what the last rank of each did.
+
+    The peak memory is reported only if there is a single world.
+    """
     size = max(world.ranks for world in worlds)
     dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
     calls = [_call(world, _group(world.ranks)) for world in worlds]

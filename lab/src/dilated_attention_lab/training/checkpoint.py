@@ -191,7 +191,8 @@ def _shard(rank: int, size: int) -> str:
 
 
 def _write_shard(file: Path, pieces: Mapping[str, Piece], peers: Peers) -> bytes:
-    """Write what this rank alone holds, and on the first rank what all hold; return its digest."""
+    """Write this rank's file: its rows of the tensors that are split, and on the first rank also those that all ranks
+    hold whole. Return the file's digest."""
     mine = {name: piece for name, piece in pieces.items() if (peers.rank == 0 if piece.is_whole else piece.rows)}
     first_rows = json.dumps({name: piece.first_row for name, piece in mine.items()})
     storage.write_tensors(file, {name: piece.tensor for name, piece in mine.items()}, {"first_rows": first_rows})
@@ -275,7 +276,8 @@ def newest(folder: Path, peers: Peers) -> Checkpoint:
 
 
 def _damage(path: Path, peers: Peers) -> str | None:
-    """Return a damaged file of a checkpoint and what is wrong; None if all are whole. Each rank checks some files."""
+    """Return a sentence about a damaged file of a checkpoint, on every rank about the same one; None if all are whole.
+    Each rank checks some files."""
     names, found, error = [storage.SUMS], 0, ""
     try:
         digests = storage.read_digests(path)

@@ -101,7 +101,7 @@ class Ranks:
         return (total / dist.get_world_size()).tolist()
 
     def greatest(self, value: int) -> int:
-        """Return the greatest of all ranks' values."""
+        """Return the greatest of all ranks' values, on every rank."""
         tensor = torch.tensor(value, device=self.mesh.device_type)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor.item())
@@ -114,7 +114,7 @@ class Ranks:
         return [bytes(theirs.tolist()) for theirs in everyone]
 
     def gather(self, model: LongNetLM) -> LongNetLM | None:
-        """Return the whole model on the first rank; None on the others."""
+        """Gather the weights, a call for all ranks: return the whole model on the first rank, None on the others."""
         weights = {name: self.whole(tensor) for name, tensor in model.state_dict().items()}
         if not self.first:
             return None

@@ -63,12 +63,12 @@ def window_of_equal_cost(tokens: int) -> int:
 
 
 def dilated_entries(tokens: int) -> float:
-    """Return how many scores one head computes in `pattern`."""
+    """Return how many scores one head computes in a causal call with `pattern(tokens)`."""
     return pattern(tokens).flops(tokens, HEADS, 1, is_causal=True) / 4 / HEADS
 
 
 def window_entries(tokens: int, window: int) -> int:
-    """Return how many scores one head computes in a window of `window` tokens, the query's own included."""
+    """Return how many scores one head computes in a causal window of `window` tokens, the query's own included."""
     return window * tokens - window * (window - 1) // 2
 
 
@@ -151,7 +151,7 @@ def learn(
 def accuracy(
     model: LongNetLM, tokens: int, generator: torch.Generator, count: int, distances: range | None = None
 ) -> float:
-    """Return the share of right answers to `count` questions, computed one sequence at a time."""
+    """Return the share of right answers to `count` questions, one sequence at a time. distances: as in `draw`."""
     device = next(model.parameters()).device
     pairs = [[x.to(device) for x in draw(1, tokens, generator, distances)] for _ in range(count)]
     return math.fsum(_right(answer(model, sequence), answers) for sequence, answers in pairs) / count

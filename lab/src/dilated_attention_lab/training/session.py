@@ -208,6 +208,7 @@ def run(
 
     Args:
         save_every: steps between checkpoints. keep: older checkpoints to keep.
+        held_out_windows: the most windows of held-out text to measure on at the end.
         sample_bytes: bytes of sample text to write at the end; 0 for no sample.
         received: the list of an enclosing `noted_signals`; None to note signals here.
     """

@@ -135,9 +135,10 @@ def standard_library() -> Path:
 
 
 def _files(folder: Path, own: Path | None, *, python_only: bool) -> Iterator[Path]:
-    """Yield files in sorted order, except those in the folder `own`.
+    """Yield the files below `folder` in sorted order, except hidden ones and those in the folder `own`.
 
-    From the standard library, leave out installed packages and tests (they are more than all the rest).
+    python_only: `folder` is the standard library: yield Python files only, and leave out installed packages and tests,
+    which are more than all the rest.
     """
 
     def refuse(error: OSError) -> NoReturn:

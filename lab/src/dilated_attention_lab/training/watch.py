@@ -138,7 +138,8 @@ class Watch:
             raise ValueError(f"the ranks were started differently: {presence.differences(found)}")
 
     def _exchange(self, text: str) -> list[dict[str, str]]:
-        """Return every rank's text of this call, read as JSON. Equal texts are read once, by digest; no pickles."""
+        """Publish this rank's text, which is JSON, and return every rank's text of this call, parsed. Equal texts are
+        read once, by digest; no pickles."""
         here, self._rounds = f"facts/{self._rounds}", self._rounds + 1
         self._publish(here, text)
         keys = [f"{here}/digest/{rank}" for rank in range(self.size)]

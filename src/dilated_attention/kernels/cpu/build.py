@@ -78,7 +78,7 @@ def compiler() -> list[str]:
 
 
 def machine() -> str:
-    """Return this machine's architecture, as SERVED names it."""
+    """Return this machine's architecture by its name in SERVED, such as "arm64" for aarch64."""
     name = platform.machine().lower()
     return {"aarch64": "arm64", "amd64": "x86_64"}.get(name, name)
 

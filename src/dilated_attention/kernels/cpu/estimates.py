@@ -173,7 +173,9 @@ def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: 
 
 
 class Rows(NamedTuple):
-    """Hold which columns each row always lists, and among which it may choose. All are int64 `(all rows,)`, contiguous.
+    """Hold which columns (key blocks) each row (query block) always lists, and among which it may choose.
+
+    All are int64 `(all rows,)`, contiguous.
 
     Attributes:
         starts, stops: a row always lists the columns starts to stops - 1.
@@ -195,10 +197,11 @@ def forecast(
     runs over the heads that choose columns for themselves.
 
     Args:
-        share: float32 `(batch, lists, some rows, columns)`, contiguous, of the rows `at`.
+        share: float32 `(batch, lists, rows, columns)`, contiguous, of the rows `at` alone.
         seen: float32 `(batch, lists, sampled rows, columns)`, contiguous: measured shares of the rows `sampled`.
         sampled: int64, ascending row numbers.
-        counts: int64 `(batch, lists, some rows)`, how many columns each row lists.
+        counts: int64 `(batch, lists, rows)`, how many columns each of the rows `at` lists.
+        rows: for all rows, the columns that a row always lists or may choose.
         at: the slice of all rows that `share` and `counts` hold.
         held: float32 `(batch, lists, 3)`, for each forecast: the measured share of the columns that a row would list by
             it alone, summed over the sampled rows so far, plus the initial value that the caller gave. Updated.
@@ -209,13 +212,14 @@ def forecast(
 
 
 def largest(share: Tensor, counts: Tensor, rows: Rows, at: slice, offsets: Tensor, indices: Tensor) -> None:
-    """Write to `indices`, int64, the `counts` columns that each row lists, ascending.
+    """Choose the columns that each row lists, and write them to `indices`, int64, in ascending order.
 
-    These are the columns that the row always lists, then those with the largest shares; in a tie, the first ones.
+    A row lists `counts` columns: those that it always lists, and those with the largest shares among the others that it
+    may choose; in a tie, the first ones.
 
     Args:
-        share, counts, at: as in `forecast`.
-        offsets: int64 `(batch, lists, some rows)`, where each list begins in `indices`.
+        share, counts, rows, at: as in `forecast`.
+        offsets: int64 `(batch, lists, rows)`, where the list of each row `at` begins in `indices`.
     """
     fields = {"counts": counts.contiguous(), "offsets": offsets.contiguous(), "places": indices}
     _run(6, None, share, rows=share.shape[2], first=at.start, **fields, **_table(rows))

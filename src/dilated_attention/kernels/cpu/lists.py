@@ -30,11 +30,11 @@ def available() -> bool:
 
 
 def column_counts(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Return how often each column is listed, int64 `(..., columns)`.
+    """Return how many rows (query blocks of a layout) list each column (key block), int64 `(..., columns)`.
 
     Args:
-        indptr, indices: int64 on the CPU; row i of list `...` has the columns indices[indptr[..., i] : indptr[..., i +
-            1]], ascending.
+        indptr, indices: int64 on the CPU; row i of (batch, head) `...` has the columns
+            indices[indptr[..., i] : indptr[..., i + 1]], ascending.
     """
     counts = indices.new_empty(*indptr.shape[:-1], columns)
     _run(indptr, indices, None, counts, columns)
@@ -42,8 +42,8 @@ def column_counts(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def rows_of_columns(indptr: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
-    """Return the rows that list each column, ascending, in one flat tensor, with indptr and indices as in
-    `column_counts`. The rows of column j of list `...` begin at starts[..., j]."""
+    """Return the rows that list each column, ascending, in one flat tensor. indptr and indices are as in
+    `column_counts`. The rows of column j of (batch, head) `...` begin at starts[..., j]."""
     rows = torch.empty_like(indices)
     _run(indptr, indices, starts.contiguous(), rows, starts.shape[-1] - 1)
     return rows

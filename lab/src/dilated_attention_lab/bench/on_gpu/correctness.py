@@ -62,7 +62,7 @@ def wide(check: Check, device: torch.device) -> Iterator[Row]:
 
 
 def elsewhere(device: torch.device) -> Iterator[Row]:
-    """Check a plan as in context parallelism (a local branch, keys from other ranks) against native in float64."""
+    """Check triton against native in float64 on a plan of context parallelism: a local branch, and received keys."""
     local = StridedGroup(*(Rows(0, 16, 3, 1, 16),) * 2, 0, 2, 1, high=0, first=True)
     received = StridedGroup(Rows(1, 24, 2, 2, 12), Rows(48, 70, 2, 1, 70), 0, 1, 1)
     aligned = StridedGroup(Rows(0, 48, 1, 3, 16), Rows(190, 16, 1, 1, 16), 1, 1, 1, high=0)
@@ -91,7 +91,7 @@ def elsewhere(device: torch.device) -> Iterator[Row]:
 
 
 def captured(case: Case, device: torch.device) -> Iterator[Row]:
-    """Check that the forward gives the same numbers compiled, and as a CUDA graph that is replayed on other inputs."""
+    """Check that a compiled forward, and a CUDA graph replayed on other inputs, give the same numbers as eager."""
     call = case.prepare()
     with torch.no_grad():
         inputs, others = case.inputs(device)[0], case.inputs(device)[0]

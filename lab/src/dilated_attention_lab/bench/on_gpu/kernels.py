@@ -58,7 +58,7 @@ def tiled(kernel: Kernel, case: Case, device: torch.device) -> tuple[dict[str, C
 
 
 def compiled(kernel: Kernel, case: Case, device: torch.device) -> Iterator[Row]:
-    """Count the tile shapes with which a kernel compiles and runs, on a case cut to few tokens and, if dilated, heads.
+    """Yield how many tile shapes a kernel compiles and runs with, on a case cut to few tokens and, if dilated, heads.
 
     This leaves the compiled kernels in Triton's cache.
     """

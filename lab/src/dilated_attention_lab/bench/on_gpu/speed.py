@@ -72,7 +72,7 @@ def serving(makers: Makers) -> tuple[dict[str, Contender], dict[str, str]]:
 
 
 def equal_work(case: Case) -> Case:
-    """Return a dense sequence with about as many score entries as a dilated case."""
+    """Return a dense case of one sequence, with about as many score entries as a dilated case."""
     entries = case.flops // (4 * case.head_dim * case.heads * case.batch)
     length = math.isqrt(entries * (2 if case.is_causal else 1))
     return replace(case, method="dense", backend="auto", seq_len=max(128, length // 128 * 128))

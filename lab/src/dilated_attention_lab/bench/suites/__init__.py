@@ -31,7 +31,7 @@ class Step:
 
 
 def seconds(rounds: Rounds, *phases: str) -> dict[str, Spread]:
-    """Return a row's `times`, for these phases or for all."""
+    """Return the `times` of a `Row`: the seconds of every contender in these phases, or in all if none is given."""
     return {" ".join(key): rounds.spread(*key) for key in rounds.seconds if not phases or key[1] in phases}
 
 

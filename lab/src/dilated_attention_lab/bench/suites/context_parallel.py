@@ -43,7 +43,7 @@ def _case(seq_len: int, branches: int, heads: int) -> Case:
 
 
 def _bytes() -> Iterator[Row]:
-    """Yield the bytes that a rank of 8,192 moves in a forward over 2^30 tokens, for two transports.
+    """Yield the most bytes that a rank of 8,192 sends or receives in a forward over 2^30 tokens, for two transports.
 
     They are counted without running. Tests compare such counts with the bytes of real processes.
     """

@@ -123,9 +123,10 @@ def _row(
 
 
 def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
-    """Compare a dilated pattern with dense attention of the same score entries, for about `budget` seconds.
+    """Compare the C++ kernels on a dilated pattern with PyTorch's attention on as many score entries, for about
+    `budget` seconds.
 
-    rival: the method of `Case` that computes it, `dense` or `dense calls`.
+    rival: the method of `Case` that computes the latter, `dense` or `dense calls`.
     """
     cases = {OURS: case, f"{OURS}, native": replace(case, backend="native"), rival: replace(case, method=rival)}
 
@@ -140,7 +141,7 @@ def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
 
 
 def _blocks(base: Case, budget: float) -> Step:
-    """Compare the time of blocks of 128 tokens with dense attention's time multiplied by their density.
+    """Compare the C++ kernels' time for blocks of 128 tokens with dense attention's time multiplied by their density.
 
     base: the case to take all but the method and the blocks from. budget: about how many seconds all rounds take.
     """
@@ -171,9 +172,9 @@ def _over_native(cases: Sequence[Case], phases: Sequence[str], bar: float | None
 
 
 def _short_rows(dtype: str, budget: float) -> Step:
-    """Compare with native on segments so short that the overhead of a tile decides. The choice of `auto` rests on them.
+    """Compare the C++ kernels with native on segments so short that the overhead of a tile decides.
 
-    budget: about how many seconds all rounds take.
+    The choice of `auto` rests on these times. budget: about how many seconds all rounds take.
     """
     cases = [_short(replace(DILATED, seq_len=4096, dtype=dtype), rows) for rows in ROWS]
     phases = "forward", "forward+backward"
@@ -181,7 +182,8 @@ def _short_rows(dtype: str, budget: float) -> Step:
 
 
 def _small(dtype: str, budget: float) -> Step:
-    """Compare forwards that are mostly the overhead of reaching the kernel with native, for about `budget` seconds."""
+    """Compare the C++ kernels with native in forwards that are mostly the overhead of reaching the kernel, for about
+    `budget` seconds."""
     cases = [_short(replace(DILATED, seq_len=seq_len, dtype=dtype), seq_len) for seq_len in (64, 512)]
     return Step(f"small calls, {dtype}, over native", lambda: _over_native(cases, ("forward",), 0.8, budget))
 

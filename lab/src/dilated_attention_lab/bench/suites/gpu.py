@@ -77,7 +77,7 @@ def _serve(request: dict[str, Any]) -> None:
 
 
 def part_1(machine: Machine) -> list[Group]:
-    """Decide go or no-go: check what is timed, time it, then check everything else."""
+    """Return the jobs that decide go or no-go: check what is timed, time it, then check everything else."""
     device, native = machine.device, ["native"] + ["flash"] * machine.has_flash
     plain, views = ([x for x in checks(777) if x.views == whether] for whether in (False, True))
     as_timed = {label: correctness.as_timed(case, label) for label, case in timed_cases().items()}
@@ -99,7 +99,7 @@ def part_1(machine: Machine) -> list[Group]:
 
 
 def part_2(machine: Machine) -> list[Group]:
-    """Measure which tiles are best."""
+    """Return the jobs that time the kernels with many shapes of tiles, to find the fastest."""
     device, lists = machine.device, sparse(0.10)
     cases: dict[str, tuple[Kernel, Case]] = {
         f"{kernel}, head_dim {d}": (kernel, replace(PAPER, head_dim=d))
@@ -116,7 +116,7 @@ def part_2(machine: Machine) -> list[Group]:
 
 
 def part_3(machine: Machine) -> list[Group]:
-    """Run the long measurements: lengths, memory, graphs, FlexAttention.
+    """Return the jobs of the long measurements: lengths, memory, graphs, FlexAttention.
 
     They also give the least length for which `auto` should take triton.
     """
@@ -177,7 +177,7 @@ def timed_cases() -> dict[str, Case]:
 
 
 def _right(found: Sequence[Check], backend: str, device: torch.device) -> Iterator[Job]:
-    """Yield one job per check; for triton, which compiles, one per check, dtype and head_dim."""
+    """Yield a job per check that the backend serves; for triton, which compiles, one per check, dtype and head_dim."""
     for check in found:
         pairs = product(check.dtypes, check.head_dims) if backend == "triton" else ()
         for dtype, d in pairs:

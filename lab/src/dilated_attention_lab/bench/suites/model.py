@@ -111,7 +111,7 @@ def _rival(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
 
 
 def slide_parameters(seq_len: int, layers: int) -> dict[str, Any]:
-    """Return what a row about the slide encoder records."""
+    """Return the `parameters` of a result row about the slide encoder."""
     return {
         "seq_len": seq_len,
         "heads": HEADS,

@@ -71,7 +71,8 @@ def _shape(
     size: dict[str, int],
     bars: Mapping[str, float | None],
 ) -> Step:
-    """Compare the time of a model with its own attention, computed by this library and by `other` of transformers.
+    """Compare two ways to compute a model's own attention by the time of the whole model: this library, and `other`, an
+    implementation of transformers.
 
     make, size: the function that makes the model, and its arguments.
     bars: for each phase to time, the largest ratio or None.
@@ -93,7 +94,7 @@ def _shape(
 
 
 def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Contender:
-    """Run the model in one phase: `forward`, without gradients, or `forward+backward`."""
+    """Return a contender that runs the model in one phase: `forward`, without gradients, or `forward+backward`."""
     from dilated_attention.integrations.huggingface import register
 
     register()
@@ -111,7 +112,8 @@ def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Co
 
 
 def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float | None]) -> Step:
-    """Compare Gemma on a prompt with `sdpa`: last logits, peak memory, time. bars: for the time and the memory."""
+    """Compare Gemma's own attention, computed by this library, with `sdpa` on a prompt: last logits, peak memory, time.
+    bars: the largest ratios of time and of memory."""
 
     def run() -> Iterator[Row]:
         parameters = GEMMA_SHAPE | {"seq_len": seq_len}

@@ -145,7 +145,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 @cache
 def _sources(context: int) -> Split:
-    """Return the split of PyTorch's own Python sources, tens of megabytes, which every machine that runs this has."""
+    """Return PyTorch's own Python sources, which every machine that runs this has: tens of megabytes, split into
+    training text and held-out windows of `context` + 1 bytes."""
     files = sorted(Path(torch.__file__).parent.rglob("*.py"))
     return read_text([file for file in files if file.stat().st_size]).split(context)
 
@@ -171,8 +172,8 @@ def _recall(size: Size, longest: int, device: torch.device) -> Iterator[Row]:
 
 
 def _distances(reach: int, length: int) -> list[tuple[int, int]]:
-    """Return ranges of distances in tokens, (first, last + 1): one within the window's reach, then ranges that grow
-    fourfold up to `length`."""
+    """Return ranges of distances in tokens, (first, last + 1): one within the window's reach, then ranges whose ends
+    grow fourfold up to `length`."""
     edges = [1, min(reach + 1, length)]
     while edges[-1] < length:
         edges.append(min(4 * edges[-1], length))
@@ -253,7 +254,7 @@ def _clock(seconds: float) -> Callable[[int], float]:
 
 @torch.no_grad()
 def by_position(model: NgramLM, windows: Tensor) -> dict[int, float]:
-    """Return the mean bits per byte over eighths of the windows, by the position where each begins."""
+    """Return the mean bits per byte of each eighth of the windows, by the position where the eighth begins."""
     losses = [
         F.cross_entropy(model(window[None, :-1].long())[0], window[1:].long(), reduction="none") for window in windows
     ]

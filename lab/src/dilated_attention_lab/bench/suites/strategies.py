@@ -41,8 +41,8 @@ def _heads(x: Tensor, group: StridedGroup) -> Tensor:
 
 @cache
 def _index(group: StridedGroup, device: torch.device) -> Tensor:
-    """Return the positions of a group's tokens, `(segments x count)`. They are made once, as in an implementation that
-    caches its index tables."""
+    """Return the positions of a group's tokens as one dimension of segments x count entries. They are made once, as in
+    an implementation that caches its index tables."""
     rows = group.queries
     first = rows.start + rows.segment * torch.arange(rows.segments, device=device)
     return (first[:, None] + rows.stride * torch.arange(rows.count, device=device)).flatten()
