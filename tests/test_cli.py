@@ -232,6 +232,18 @@ def test_overwritten_run_killed_after_its_first_checkpoint_has_its_own_options(t
     assert json.loads(last)["held_out_bytes"] == 2 * 64
 
 
+def test_control_c_while_a_class_is_made(tmp_path, text, monkeypatch, capsys):
+    """Python before 3.12 raises a RuntimeError of it."""
+
+    class Interrupted:
+        def __set_name__(self, owner, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "run", lambda *_, **__: type("Made", (), {"name": Interrupted()}))
+    assert exit_code(["train", text, "--out", tmp_path / "run", *TINY]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "dilated-attention: interrupted"
+
+
 def test_resume_keeps_the_backend(tmp_path, text, monkeypatch):
     backends = []
     monkeypatch.setattr(session, "run", lambda training, *_, **__: backends.append(training.model.backend) or 130)
