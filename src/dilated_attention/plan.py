@@ -80,7 +80,7 @@ class StridedGroup:
         return self.low is not None or self.high is not None
 
     def entries(self) -> int:
-        """Return the number of score entries that the group computes for one query head per KV head."""
+        """Count the group's score entries in one sample, over all its KV heads, as if each had a single query head."""
         rows, keys = self.queries.count, self.keys.count
         beyond = 0 if self.high is None else _above(rows, keys, self.high)
         before = 0 if self.low is None else _above(keys, rows, -self.low)
@@ -300,7 +300,7 @@ def parts_of(
     """Yield the parts of a plan in which some query sees some key. Arguments are as in `sights`.
 
     Args:
-        origins: the positions of row 0 of q and of row 0 of k.
+        origins: the positions of row 0 of q and of row 0 of k, from which the parts number their rows.
     """
     first = not (branches.leading and branches.leading[branch])
     for some_queries, some_keys, band, zeros in sights(branches, branch, offset, queries, keys, is_causal):

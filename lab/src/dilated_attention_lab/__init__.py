@@ -31,6 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stop(*_: object) -> NoReturn:
-    """Print "interrupted", and exit without the interpreter's shutdown, because an import may be half done."""
+    """Print "interrupted", and exit with code 130, without the interpreter's shutdown: an import may be half done."""
     os.write(2, b"dilated-attention: interrupted\n")
     os._exit(INTERRUPTED)

@@ -189,11 +189,11 @@ _SINGLE = _Shape(1, 1)
 
 
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
-    """Return shapes in which to try to merge query blocks with common key blocks into rows, long rows first.
+    """Return shapes of rows, long ones first, in which to try to merge query blocks that see common key blocks.
 
-    `_LONG_ROWS` gives the lengths of rows in tokens, rounded up to query blocks. Their query blocks are neighbours, or
-    as far apart as key blocks often are: if lists name every n-th block, query blocks n apart may see the same ones.
-    Such a gap makes up a quarter or more of all gaps in the lists, and is a whole number of query blocks.
+    `_LONG_ROWS` gives the lengths of rows in tokens, rounded up to query blocks. A stride is 1, or a frequent gap
+    between successive key blocks of a list: if lists name every n-th block, query blocks n apart may see the same ones.
+    A gap is frequent if a quarter or more of all gaps equal it. It must be a whole number of query blocks.
     `lane`, `key`: for each active block, the number of its query block (numbers continue from head to head) and of its
     key block.
     """
@@ -273,7 +273,7 @@ def _progression(x: Tensor) -> tuple[int, int] | None:
 
 
 def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the key blocks that all query blocks of a row of this shape see, in rows with three or more of them.
+    """Find the key blocks that all query blocks of a row of this shape see, if these are three key blocks or more.
 
     `lane`, `key`: entries whose rows are single query blocks. Return booleans that mark the entries found, then one
     entry (lane, key) per row and common key block, with lanes of this shape.
@@ -293,10 +293,11 @@ def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tu
 def _families(row: Tensor, key: Tensor, pace: float) -> Iterator[tuple[Tensor, int]]:
     """Yield families of equally long runs of key blocks in consecutive rows: (where each run starts, length).
 
-    `row`, `key`: one entry per row and key block that it sees, sorted; a start is an index of these. From row to row,
-    the run moves by `pace`, the key blocks that a row spans, if these are a whole number (a window), or stays (global
-    keys). Runs of a single block count only if their row has no other run: otherwise merging their result costs as much
-    as gathering them. A family has `_VIEW_BLOCKS` or more key blocks in all.
+    `row`, `key`: one entry per row and key block that it sees, sorted; a start is an index of these. Families
+    whose runs move by `pace` key blocks (as many as a row spans) from row to row, as in a window, come first, if `pace`
+    is a whole number. Families whose runs are the same in every row (global keys) follow. Runs of a single block count
+    only if their row has no other run: otherwise merging their result costs as much as gathering them. A family has
+    `_VIEW_BLOCKS` or more key blocks in all.
     """
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = (key.diff() != 1) | (row.diff() != 0)

@@ -91,7 +91,7 @@ def _cut(queries: int) -> int:
 class Sequence:
     """Hold the block lists of one batch element. Its methods read and write rows of tensors (seq, heads, ...).
 
-    `key_bias` (seq,), 0 or -inf, is added to the scores of every query; None: no bias.
+    `batch`: its index. `key_bias` (seq,), 0 or -inf, is added to the scores of every query; None: no bias.
     """
 
     def __init__(self, layout: BlockLayout, batch: int, key_bias: Tensor | None) -> None:
@@ -103,8 +103,8 @@ class Sequence:
 
         A row is the query blocks of a group that are computed together (`Group.rows`). A call takes some rows with all
         heads; or some heads of one row, if a single row with all heads is too large. `by_head` applies where keys are
-        gathered: a call then takes few heads and as many of their rows as fit in `_GATHER_BYTES` per thread, unless
-        this gives too little work for all threads. `token_bytes`: temporary bytes per token and head.
+        gathered: a call then takes what fits in `_GATHER_BYTES` per thread, all rows of some heads or some rows of one
+        head, unless this gives too little work for all threads. `token_bytes`: temporary bytes per token and head.
         """
         threads = torch.get_num_threads()
         for group in self.groups:

@@ -260,8 +260,8 @@ def launches(
 
 
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
-    """Return the rows per tile: MAX_OWN, or twice as many for keys with AMX; half of that if head_dim exceeds 128, the
-    rows would fill fewer than 32 tiles, or both."""
+    """Return the rows per tile: MAX_OWN, or 2 MAX_OWN for tiles of keys (`side`) with AMX. Halve this, once, if
+    head_dim exceeds 128 or the rows would fill fewer than 32 tiles."""
     rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
     most = 2 * MAX_OWN if side == "keys" and in_tiles(q.dtype) else MAX_OWN
     return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2

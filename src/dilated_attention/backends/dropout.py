@@ -58,15 +58,15 @@ class Dropout:
 
     @property
     def key_strides(self) -> tuple[int, int]:
-        """Return the strides of a key and of a head in `keys`."""
+        """Return the strides of a key and of a head in `keys`; the latter is 0 if all heads share the words."""
         return self.keys.stride(0), self.keys.stride(1) if self.keys.shape[1] > 1 else 0
 
     def sample(self, batch: slice, seq: slice) -> Dropout:
-        """Return the dropout of these samples and tokens."""
+        """Return the dropout of the samples `batch`, with the tokens `seq` as queries and as keys."""
         return replace(self, queries=self.queries[batch, seq], keys=self.keys[seq])
 
     def packed(self) -> Dropout:
-        """Return the dropout of all samples joined into one sequence, one sample after another."""
+        """Return the dropout of all samples joined into one sequence. The words of keys repeat for each sample."""
         keys = self.keys.repeat(self.queries.shape[0], 1)
         return replace(self, queries=self.queries.flatten(0, 1).unsqueeze(0), keys=keys)
 

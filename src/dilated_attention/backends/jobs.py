@@ -35,7 +35,7 @@ class Launch:
     rows: int
 
     def idle(self, threads: int, batch: int) -> float:
-        """Estimate the launch's time relative to perfect balance (1.0), if free threads always take the next job.
+        """Estimate the launch's time (1.0: all threads evenly loaded), if each free thread takes the next job.
 
         `batch`: the number of samples; each job runs once per sample.
         """

@@ -455,6 +455,7 @@ def backward(
     Args:
         dlse: the gradient of the returned lse, or None.
         state: running (dq, dk, dv), single precision at least, contiguous, added to in place and returned.
+        operators: as in `forward`.
     """
     empty = lse == -torch.inf
     lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) = 0: rows that see nothing give no gradient

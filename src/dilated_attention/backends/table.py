@@ -31,7 +31,8 @@ class Backend:
         refusal: returns why it cannot serve a call, and what would serve it; None if it can.
         on_request: returns why `auto` does not choose it for a call that it could serve; None if `auto` may.
         forward, backward: compute a `Problem`; the arguments are those of `native`.
-        attend: replaces these two by a function that autograd differentiates, such as `reference_attention`.
+        attend: replaces these two by a function that autograd differentiates. It has the arguments and results of
+            `reference_attention`.
         over_mesh: forward and backward can continue a running state. A rank needs this to compute a call over a mesh
             in parts.
         masks_over_mesh: they can also do so with a key mask or dropout, which differ by KV head where received rows do.

@@ -142,7 +142,8 @@ def _table(
 ) -> Table:  # fmt: skip
     """Make a table from lines with `spans` spans each; `masked` becomes its `is_causal`.
 
-    `edge` and `count` are as in `Table`. `even`: every tile that the loop streams is full.
+    `edge` and `count` are as in `Table`, whose other fields follow from the lines and `shape`. `side`: whether tiles
+    hold queries or keys. `even`: every tile that the loop streams is full.
     """
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
@@ -236,8 +237,10 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
-    """Return the groups of each launch if `turns` are not joined: one launch per turn. With layouts, a turn has one
-    launch for each layout that its groups use."""
+    """Return the groups of each launch that `tables` plans with `join=False`, in order.
+
+    Without layouts, a launch is a turn: groups that may run at the same time (see `turns`). With layouts, each turn has
+    one launch per number of rows in a segment, because each number has its own layout."""
     out = turns(plan.groups, side)
     if layouts is None:
         return out
@@ -304,7 +307,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
 
 
 def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
-    """Cut cells of whole segments into one cell per block of `size` rows, whose number in the segment goes into LIST.
+    """Cut cells of whole segments into one cell per block of `size` rows; column LIST gets its number in the segment.
 
     `side`: whether the cells' rows are queries or keys.
     """
@@ -322,7 +325,7 @@ def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
-    """Cut the rows of each line (a cell or tile) into pieces of `size`, and keep piece index[i] of line i, in place.
+    """Replace each line i (a cell or tile), in place, by its rows from index[i] * size on, at most `size` of them.
 
     The diagonals of its spans count from its first row, so they move along. `side`: whether lines hold queries or keys;
     it says which diagonals hide nothing (UNMASKED) and stay.

@@ -31,10 +31,11 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
               KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Return the part of a tile's list of blocks that one pass of the kernel's loop visits.
 
-    The pass with MASKED visits the blocks that may need a mask: the last EDGE of the list if KEYS, else the first EDGE,
-    or all if EDGE < 0. The other pass visits the rest. T is the address of the tile's table line, `sample` the sample's
-    offset b · lsb in INDPTR, n the query head; LH query heads share a list, and lsh is the stride between such heads in
-    INDPTR. If KEYS, the blocks hold keys, otherwise queries. A step visits at most R positions, of one block of SIZE.
+    The pass with MASKED visits the blocks that may need a mask: all if EDGE < 0, otherwise the last EDGE of the list if
+    KEYS, and the first EDGE if not. The pass without MASKED visits the rest. T is the address of the tile's
+    table line, `sample` the sample's offset b · lsb in INDPTR, n the query head; LH query heads share a list, and lsh
+    is the stride between such heads in INDPTR. If KEYS, the blocks hold keys, otherwise queries. A step visits at most
+    R positions, of one block of SIZE.
 
     Returns the number of steps, and the part: the address of its first block, then start, stride, count and diagonal
     `near` of the span.
@@ -59,7 +60,7 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
 def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
     """Return the rows that a step visits, given the `part` from `read_list`, as `strided.locate` does for spans.
 
-    `near` takes the place of both diagonals.
+    The part has one diagonal, `near`, which is returned twice, as near and as far.
 
     A block of SIZE positions takes ceil(SIZE / R) steps. WIDE: as in `tokens`.
     """

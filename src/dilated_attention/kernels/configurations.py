@@ -69,8 +69,8 @@ class Architecture:
     def shape(self, kernel: Kernel, element_size: int, head_dim: int, masked: bool, has_lists: bool = False) -> Shape:
         """Return the shape of a kernel's tiles.
 
-        `masked`: dropout, hidden keys or a softcap need registers, so the streamed tile is half as long. `has_lists`:
-        the call has a block layout, for which a shape in `of_lists` comes first.
+        `masked`: the call has dropout, hidden keys or a softcap, which need registers: `loop` is halved, to 16 or more.
+        `has_lists`: the call has a block layout: use `of_lists` if it has this kernel and element size.
         """
         shapes = self.of_lists if has_lists and (kernel, element_size) in self.of_lists else self.shapes
         shape = shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]

@@ -146,7 +146,7 @@ def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
 
 @triton.jit
 def scores(q, k, scale, softcap, PRECISION: tl.constexpr):
-    """Return (s, factor): the scores times log2(e) are s * factor. With a softcap, s holds hyperbolic tangents."""
+    """Return (s, factor): the scores times log2(e) are s * factor. s is q kᵀ, or tanh(q kᵀ scale / softcap)."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if softcap is None:
         return s, scale * LOG2E
@@ -244,9 +244,9 @@ def backward_stats(OUT, LSE, DOUT, DLSE, STATS, size, N, H, sb, sn, sh, UNIT: tl
                    DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Write lse · log2(e) and delta = rowsum(dout · out) - dlse side by side, for the `size` = B · N · H rows of out.
 
-    Rows that saw nothing get lse = inf, so that their p is 0. out is contiguous. The strides of dout, in elements, are
-    sb · UNIT, sn · UNIT and sh · UNIT. DLSE may be None, for a gradient of 0. A program writes
-    BM rows.
+    Rows that saw nothing get lse = inf, so that their p is 0. out (B, N, H, D) is contiguous. The strides of dout, in
+    elements, are sb · UNIT, sn · UNIT and sh · UNIT. DLSE may be None, for a gradient of 0. DP is D padded to a power
+    of 2. A program writes BM rows.
     """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)

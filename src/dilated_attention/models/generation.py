@@ -333,7 +333,11 @@ class KeyValueCache:
                     dist.all_reduce(rows, group=context_group(mesh))
 
     def step(self) -> Int[Tensor, "batch 1"]:
-        """Return the positions of every sample's next token. Moves the origin of xPos if it is too far back."""
+        """Return the positions of every sample's next token. They advance in `end`, not here.
+
+        In a model with xPos, a position far beyond the origin from which xPos counts would overflow its factors; the
+        origin then moves there (see `move`).
+        """
         self._check(max(self.positions) + 1)
         positions = torch.tensor(self.positions, device=self.device)[:, None]
         rotary = self.config.rotary

@@ -356,7 +356,10 @@ def places_of(
 
 
 def tables_of(config: LongNetConfig, places: Places | None, x: Tensor) -> Tables | None:
-    """Return the tables that rotate queries and keys computed from x; None in a model without positions."""
+    """Return the tables that rotate queries and keys computed from x; None in a model without positions.
+
+    places: from `places_of`; None there means the same.
+    """
     if places is None or config.rotary is None:
         return None
     return config.rotary.tables(*places, torch.promote_types(x.dtype, torch.float32))

@@ -140,7 +140,7 @@ class Forwards:
     Attributes:
         count: the forwards so far, without recomputed ones.
         places: autograd's sequence number at each of the last forwards, ascending, by which a repeated one is found.
-        again: the autograd node that last recomputed forwards, and how many it had recomputed before the latest.
+        again: the autograd node that recomputed the latest repeated forward, and how many it had recomputed before.
     """
 
     count: int = 0
@@ -288,8 +288,8 @@ class Link:
     def refuse(self, problem: str, device: torch.device) -> None:
         """Raise an error because this rank's call is impossible. In the group's first call, raise it on every rank.
 
-        In later calls the other ranks may be waiting for this rank's rows already. Their error then quotes the
-        problem.
+        In later calls this rank alone raises it. Other ranks may already be waiting for its rows: they then raise an
+        error that quotes `problem`.
         """
         if self._agreed:
             self.require_alive()
@@ -439,9 +439,10 @@ class Link:
         return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
 
     def _ask_store(self) -> str:
-        """Report this failure in the store, and return as text which ranks do not report it or why they refused.
+        """Report this failure in the store. Return, as text, which ranks do not report it.
 
-        If all ranks report it, return how their calls differ.
+        If some of these refused this call, return only their reasons. If all ranks report the failure, return how their
+        calls differ; "" if they are equal.
         """
         store, ranks = self._store(), [str(j) for j in range(self.size)]
         store.set(str(self.rank), self.description)
@@ -473,7 +474,7 @@ class Link:
             row[torch.from_numpy(framing.seals).to(buffer.device)] = padded.view(framing.seal, -1)
 
     def _next_collective(self, send: Tensor, sent: Framing, what: str) -> tuple[int, int]:
-        """Write the seal of the next collective into its messages, `send` framed as `sent`, and return it."""
+        """Write the next collective's seal (hash, number) into its messages, `send` framed as `sent`, and return it."""
         self.require_alive()
         self._collectives += 1
         seal = self._phase(what), 2 * self._collectives

@@ -126,7 +126,7 @@ class Crossing:
             tokens (`Window.leading`) are the queries or the keys.
         band: the limits (low, high); None: no limit.
         own, shown: the queries and the keys that this rank holds.
-        before, after: the keys before and after the shard that `own` sees.
+        before, after: the keys that `own` sees before the shard, and those that it sees after the shard.
     """
 
     branch: int
@@ -147,7 +147,7 @@ def clip(rows: range, start: int, stop: int) -> range:
 
 
 def _seen(queries: range, keys: range, band: Band) -> range:
-    """Return the keys that a run of neighbouring queries sees, as a range of tokens.
+    """Return those of `keys` that some of `queries` sees. Both are token ranges with the same step, `rate`.
 
     `band`: (low, high); a query at token p sees the keys at p + i * rate for low <= i <= high; None: no limit.
     """
@@ -359,7 +359,7 @@ def rows_from(sharding: Sharding, rank: int) -> Integers:
 
 
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
-    """Return which of this rank's rows of a crossing segment each other rank sees.
+    """Return, for each other rank, which of this rank's keys of a crossing segment (`shown`) its queries see.
 
     The result is a list of token ranges, and for each rank the index of its range in the list. Range 0 is empty: it is
     the range of ranks that see no row, and of this rank itself.
@@ -541,8 +541,8 @@ def doubling_rounds(sharding: Sharding) -> int:
 def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
     """Yield the rows, as (token range, KV heads), that the ranks of a block pass on in round `level` of doubling.
 
-    The block has 2^level neighbouring ranks, and `block` is the first of them. They pass on their rows of those
-    segments of which they do not yet hold all rows.
+    The block has 2^level neighbouring ranks, and `block` is the first of them. They pass on the block's rows in each
+    branch whose segments are longer than the block.
     """
     start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
     for branch, offsets in enumerate(sharding.branches.offsets):

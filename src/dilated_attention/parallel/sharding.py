@@ -36,7 +36,7 @@ def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
 
 
 def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
-    """Return, on every rank of the mesh, the tensor that rank number `rank` passes as x.
+    """Return, on every rank of the mesh, the tensor that the rank numbered `rank` in it passes as x.
 
     All ranks must pass a tensor of the same shape and dtype.
     """

@@ -68,7 +68,9 @@ class ExchangePlan:
 
     @property
     def modelled_seconds(self) -> float:
-        """Return the forward's communication time, modelled as 5 microseconds per message plus the bytes at 50 GB/s."""
+        """Return the forward's communication time, modelled as 5 microseconds per message plus the bytes at 50 GB/s.
+
+        Messages and bytes each count what is sent or what is received, whichever is more."""
         messages, moved = max(self.peers_sent, self.peers_received), max(self.bytes_sent, self.bytes_received)
         return _LATENCY * messages + moved / _BANDWIDTH
 

@@ -211,7 +211,8 @@ class Case:
         return torch.empty(shape, dtype=getattr(torch, self.dtype), device=device).normal_()
 
     def inputs(self, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return random (q, k, v) of each fused call: one or two per branch for `dense calls`, else one in all."""
+        """Return random (q, k, v) of each fused call: one in all, except for `dense calls`. These make one per branch,
+        and one more per branch with a shorter last segment."""
         if self.method != "dense calls":
             shapes = [(self.batch, self.seq_len, self.heads, self.head_dim)]
         else:
@@ -281,7 +282,8 @@ class Case:
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
 
     def contender(self, device: torch.device, *, backward: bool = False, repeat: int = 1) -> Contender:
-        """Return the work: the phase `forward` of `repeat` calls and, with `backward`, the phase `forward+backward`."""
+        """Return the work: the phase `forward`, which runs `repeat` forwards, and with `backward` the phase
+        `forward+backward`, which adds the backward of the last of them."""
         inputs = self.inputs(device)
         if backward:
             inputs = [tuple(x.requires_grad_() for x in triple) for triple in inputs]  # type: ignore[misc]

@@ -141,7 +141,8 @@ def _variant(row: Record) -> str:
 
 
 def _stages(rows: list[Record]) -> Figure:
-    """Draw a bar per stage of a profile's newest call: its own time in milliseconds. Stages below 0.2 % are omitted."""
+    """Draw a bar per stage of the call that was profiled last: the stage's own time in milliseconds. Stages below 0.2 %
+    of the total are omitted."""
     parameters = max(rows, key=lambda row: row["date"])["parameters"]  # the file may have several
     own = [(row["name"].partition(OWN_TIME)[2], row["value"]) for row in rows if row["parameters"] == parameters]
     least = 0.002 * sum(value for name, value in own if name)

@@ -192,8 +192,8 @@ def _refusal(case: Case) -> str | None:
 
 def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> dict[str, float]:
     """Return by name: the relative error in norm over ROWS rows against float64, the score entries divided by those of
-    dense attention, the mean number of keys that a token sees in any head and, in plain settings where it can be
-    measured, the peak memory."""
+    dense attention, the mean number of different keys that a token sees in all heads together and, in plain settings
+    where it can be measured, the peak memory."""
     rows, inputs = rows_of(setting.base, ROWS), inputs_of(setting.base, device)
     out, peak = call_and_peak(call, inputs, device, warm=setting.plain)
     q, k, v = (x.cpu() for x in inputs)

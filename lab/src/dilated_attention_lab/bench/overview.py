@@ -139,7 +139,7 @@ def _bars(axes: Axes, panel: Panel) -> None:
 
 
 def _rows(path: Path, name: str, **wanted: Any) -> list[Record]:
-    """Return the rows that have a value, whose name contains `name` and whose parameters are as wanted."""
+    """Return the rows that have a value, whose name contains `name` and whose parameters equal those in `wanted`."""
     found = [row for row in read(path) if name in row["name"] and row["value"] is not None]
     return [row for row in found if all(row["parameters"].get(key) == value for key, value in wanted.items())]
 

@@ -156,7 +156,12 @@ def _under(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stage(event: Any) -> str:
-    """Return the stage that an event's own time belongs to."""
+    """Return the stage that an event's own time belongs to: "allocation" if it allocates memory, else the stage
+    in STAGES of the innermost function that runs it.
+
+    If no function of STAGES runs it, return OUTSIDE unless an operator of this library does; then its stage in
+    `_OPERATORS`, or DISPATCH if it has none there.
+    """
     operator = _OPERATORS.get(event.name.removeprefix("aten::")) if event.name.startswith("aten::") else None
     if operator == "allocation":
         return operator
@@ -170,7 +175,8 @@ def _stage(event: Any) -> str:
 
 
 def _counts(event: Any, stage: str) -> bool:
-    """Return whether an event counts as a run of its stage; an event inside a run does not."""
+    """Return whether an event counts as a run of its `stage`: calls of functions in STAGES do, and PyTorch operators
+    whose stage is one of `_OPERATORS`."""
     if event.name.startswith(_MARK):
         return True
     return event.name.startswith("aten::") and stage in _OPERATORS.values()

@@ -129,11 +129,11 @@ class Rehearsal:
 
     Attributes:
         transport: the transport that served the call.
-        forward, backward: measured seconds of compute, one per round.
+        forward, backward: measured CPU seconds of compute, one per round.
         sent, received: bytes in the forward. messages: those received in it. returned: bytes sent in the backward.
-        rounds: collectives, and batches of sends and receives that are posted together, in the forward.
-        peak_bytes: measured: what the call added to its inputs; None if the system does not say, or if several worlds
-            ran in one process.
+        rounds: how many times the forward communicates: a collective, or sends and receives posted together, is one.
+        peak_bytes: measured: what forward and backward added to their inputs; None if the system does not say, or if
+            several worlds ran in one process.
     """
 
     world: World
@@ -198,14 +198,14 @@ def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
 
 
 def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
-    """Run the worlds in turns, `rounds` times, in one new process of one thread; return what each of them did."""
+    """Run `_rehearse` in a new process of one thread: the worlds in turns, `rounds` times. Return its result."""
     request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
     answer = in_new_process(__name__, request)
     return [Rehearsal(World(**found.pop("world")), **found) for found in answer]
 
 
 def _group(ranks: int) -> ProcessGroup:
-    """Return the group of the last `ranks` ranks of the world. This process is the last rank of both."""
+    """Return a process group of the last `ranks` ranks of the default group. This process is the last rank of both."""
     size = dist.get_world_size()
     if ranks == size:
         assert dist.group.WORLD is not None
@@ -214,9 +214,10 @@ def _group(ranks: int) -> ProcessGroup:
 
 
 def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float, Traffic, Traffic]]:
-    """Return a function that runs a forward and a backward.
+    """Return a function that runs a forward and a backward of a world's last rank.
 
-    It returns the seconds of both, minus those of drawing random normals, then the traffic of both.
+    It returns the CPU seconds of each, then the traffic of each. The seconds leave out how long `RehearsalLink` took
+    to fill the receive buffers with random numbers, in place of data from other ranks.
     """
     link = RehearsalLink(group)
     shape = 1, world.shard, world.heads, world.head_dim
@@ -244,7 +245,7 @@ def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float,
 def _rehearse(worlds: Sequence[World], rounds: int) -> list[Rehearsal]:
     """Run the worlds in turns, `rounds` times, in this process; return what the last rank of each did.
 
-    The peak memory is reported only if there is a single world.
+    Two or more rounds follow a warm-up that does not count. The peak memory is reported only for a single world.
     """
     size = max(world.ranks for world in worlds)
     dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)

@@ -204,8 +204,8 @@ def _onwards(out: Path) -> str:
 
 
 def _fail(code: int, problem: str, watch: Watch | None) -> int:
-    """Print in one line why `train` ends, and return the code. One of several processes exits here instead, because
-    leaving the group could wait for ranks that do not answer."""
+    """Print in one line why `train` ends, and return the code. With a `watch`, which several processes have, pass the
+    problem to the other ranks and exit here: a return would leave the group, and could wait for silent ranks."""
     print(f"dilated-attention train: error: {in_options('train', ' '.join(problem.split()))}", file=sys.stderr)
     if watch is not None:
         watch.leave(problem)

@@ -223,7 +223,7 @@ def _shards(folder: Path, files: Mapping[str, str]) -> dict[str, list[tuple[str,
 
 
 def _remove(folder: Path, numbers: list[int]) -> None:
-    """Remove checkpoints. Each is renamed first, so that none keeps its name with a part of its files."""
+    """Remove the checkpoints of the steps `numbers`. Each is renamed first: none keeps its name with files missing."""
     for number in numbers:
         old = folder / f".old-step-{number}"
         os.replace(folder / f"step-{number}", old)
@@ -296,7 +296,7 @@ def _damage(path: Path, peers: Peers) -> str | None:
 
 
 def _opened(path: Path) -> Checkpoint:
-    """Return the checkpoint that an index describes. Raises ValueError if the index is of another format or form."""
+    """Return the checkpoint in the folder `path` from its index. Raises ValueError if its format or form is another."""
     index = path / INDEX
     try:
         about = json.loads(storage.read_bytes(index))

@@ -151,7 +151,8 @@ def _learn(console: Console, models: Mapping[str, LongNetLM], tokens: int, seed:
 
 
 def _step_seconds(console: Console, dilated: LongNetLM, tokens: int, device: torch.device) -> dict[str, float]:
-    """Return the seconds of a forward and backward, "dilated" and "dense" by name, the least of a few runs each."""
+    """Return by name the seconds of a forward and backward over one sequence of `tokens`: "dilated", of that model, and
+    "dense", of a new model with dense attention. Each is the least of two or three runs."""
     dense = LongNetLM(recall.config(None)).to(device)
     pair = [x.to(device) for x in recall.draw(1, tokens, torch.Generator().manual_seed(0))]
     found = {}

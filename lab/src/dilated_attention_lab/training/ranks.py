@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def connect(cls, watch: Watch, context_parallel: int, device: torch.device) -> Ranks:
-        """Form the group of the processes that `watch` has gathered.
+        """Form the group of the processes that `watch` has gathered: over NCCL if `device` is CUDA, else over gloo.
 
         Args:
             context_parallel: ranks that share a sequence; it divides the number of processes.

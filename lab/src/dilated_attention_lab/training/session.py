@@ -309,7 +309,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
 
 
 def write_sample(training: Training, model: LongNetLM, length: int) -> str:
-    """Return a held-out prompt, a bar, and `length` sampled bytes as text."""
+    """Return as text a prompt from the held-out part of `training`, a bar, and `length` bytes that `model` samples."""
     middle = len(training.split.held_out) // 2
     prompt = training.split.held_out[middle : middle + 1, :PROMPT_BYTES].long()
     generator = torch.Generator(training.device).manual_seed(training.recipe.seed)

@@ -138,8 +138,8 @@ class Watch:
             raise ValueError(f"the ranks were started differently: {presence.differences(found)}")
 
     def _exchange(self, text: str) -> list[dict[str, str]]:
-        """Publish this rank's text, which is JSON, and return every rank's text of this call, parsed. Equal texts are
-        read once, by digest; no pickles."""
+        """Publish this rank's text, which is JSON, and return every rank's text of this call, parsed, in the order of
+        ranks. Ranks publish a digest too, so that each different text is read only once."""
         here, self._rounds = f"facts/{self._rounds}", self._rounds + 1
         self._publish(here, text)
         keys = [f"{here}/digest/{rank}" for rank in range(self.size)]
@@ -157,7 +157,8 @@ class Watch:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Turn a RuntimeError in the `with` block into a ContextParallelError that names `place` and the lost ranks.
-        If none is lost, an error that no collective raised stays as it is. Enter it only once."""
+        If none is lost, errors of PyTorch's distributed package and of gloo are turned too; others stay as they are.
+        Enter it only once."""
         try:
             yield
         except RuntimeError as error:
@@ -256,7 +257,8 @@ class Watch:
         return verdict, lost
 
     def _listen(self) -> None:
-        """Receive signals through a pipe: the main thread may hang where Python's signal handlers do not run."""
+        """Make a pipe to which Python writes the number of each signal that it handles, for `_terminated` to read: the
+        main thread may hang and run no signal handlers. If called in any other thread, do nothing."""
         if threading.current_thread() is threading.main_thread():
             self._wakeup = os.pipe()
             for end in self._wakeup:

@@ -117,7 +117,7 @@ def outdated() -> bool:
 
 
 def load() -> ctypes.CDLL | str:
-    """Return the library, or why there is none and what would help."""
+    """Load the library that `build` compiled. If it is missing, unreadable or outdated, say so and what would help."""
     if not LIBRARY.exists():
         return f"the kernels are not compiled: {refusal() or f'run {COMMAND}'}"
     try:

@@ -192,9 +192,9 @@ def forecast(
 ) -> None:
     """Replace the shares of each row, in place, by a weighted mean of three forecasts (routing/forecast.py).
 
-    They are the shares themselves, the shares moved on by one column, and the mean of what earlier sampled rows have
-    seen at each distance from the last column that a row may choose. Each is scaled to a sum of 1. Dimension `lists`
-    runs over the heads that choose columns for themselves.
+    They are the shares themselves, the shares moved by one column (from c - 1 to c), and the mean of what
+    earlier sampled rows have seen at each distance from the last column that a row may choose. Each is scaled to a sum
+    of 1. Dimension `lists` runs over the heads that choose columns for themselves.
 
     Args:
         share: float32 `(batch, lists, rows, columns)`, contiguous, of the rows `at` alone.

@@ -42,8 +42,8 @@ def column_counts(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def rows_of_columns(indptr: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
-    """Return the rows that list each column, ascending, in one flat tensor. indptr and indices are as in
-    `column_counts`. The rows of column j of (batch, head) `...` begin at starts[..., j]."""
+    """Return the rows that list each column, in a tensor like `indices`: those of column j of (batch, head) `...` begin
+    at starts[..., j], and ascend. `starts`: `(..., columns + 1)`. indptr and indices are as in `column_counts`."""
     rows = torch.empty_like(indices)
     _run(indptr, indices, starts.contiguous(), rows, starts.shape[-1] - 1)
     return rows

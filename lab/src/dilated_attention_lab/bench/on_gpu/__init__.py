@@ -14,6 +14,7 @@ SMALL = replace(PAPER, seq_len=4096, heads=8, head_dim=64, segment_lengths=(1024
 
 
 def sparse(density: float, seq_len: int = 32768) -> Case:
-    """Return a case of random blocks of 128 tokens; up to 4,096 tokens, blocks of 64, and fewer and narrower heads."""
+    """Return the case PAPER with random blocks of 128 tokens instead of branches. Up to 4,096 tokens, it has blocks of
+    64, and 8 heads of head_dim 64."""
     base = replace(PAPER, method="block-sparse", blocks="random", density=density, seq_len=seq_len)
     return base if seq_len > 4096 else replace(base, heads=8, head_dim=64, block_size=64)

@@ -121,7 +121,8 @@ def graph_of(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
 
 
 def far_rows(device: torch.device) -> Iterator[Row]:
-    """Check that the last segments of more than 2^31 elements get the same numbers as in a call on them alone."""
+    """Check that in tensors of more than 2^31 elements the last tokens, one longest segment, get the same results as in
+    a call on them alone."""
     last = max(PAPER.segment_lengths)
     far = replace(PAPER, seq_len=2**31 // (PAPER.heads * PAPER.head_dim) + last)
     yield from last_rows(far, last, device)

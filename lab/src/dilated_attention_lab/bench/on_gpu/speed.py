@@ -211,7 +211,8 @@ def against(
 def threshold(device: torch.device, budget: float, case: Case = SMALL, lengths: Sequence[int] = SHORT) -> Iterator[Row]:
     """Find the least work (score entries x head_dim) from which triton is as fast as native, at this and all longer
     lengths measured, in the forward and with the backward. `case` is measured at each of `lengths`, for about `budget`
-    seconds each."""
+    seconds each. Yield the two ratios of times at each length, then that work, or a row that says why there is
+    none."""
     faster: list[tuple[int, bool]] = []
     for length in lengths:
         case = replace(case, seq_len=length)

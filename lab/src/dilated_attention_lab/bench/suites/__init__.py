@@ -19,10 +19,12 @@ LONGNET = Case(method="dilated", seq_len=8192, segment_lengths=(2048, 4096, 8192
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Describe one step of a suite's progress bar.
+    """Describe one step of a suite. The progress bar shows its `label`.
 
     Attributes:
-        needs: cases whose inputs it holds at the same time, each with whether it runs a backward.
+        measure: runs the step, and yields its rows.
+        needs: cases that it holds at the same time, each with whether it runs a backward. The step is not run if they
+            do not fit in memory.
     """
 
     label: str
@@ -31,7 +33,8 @@ class Step:
 
 
 def seconds(rounds: Rounds, *phases: str) -> dict[str, Spread]:
-    """Return the `times` of a `Row`: the seconds of every contender in these phases, or in all if none is given."""
+    """Return the `times` of a `Row`, with keys like "dilated forward": the seconds of every contender in these phases,
+    or in all if none is given."""
     return {" ".join(key): rounds.spread(*key) for key in rounds.seconds if not phases or key[1] in phases}
 
 

@@ -43,9 +43,10 @@ def _case(seq_len: int, branches: int, heads: int) -> Case:
 
 
 def _bytes() -> Iterator[Row]:
-    """Yield the most bytes that a rank of 8,192 sends or receives in a forward over 2^30 tokens, for two transports.
+    """Yield the bytes that the last of 8,192 ranks sends or receives, whichever is more, in a forward over 2^30 tokens.
 
-    They are counted without running. Tests compare such counts with the bytes of real processes.
+    They are counted for the transports doubling and exchange, without running. Tests compare such counts with the
+    bytes of real processes.
     """
     world = World(seq_len=1 << 30, ranks=8192, dtype="bfloat16")
     for transport, bar in (("doubling", 41.0), ("exchange", None)):

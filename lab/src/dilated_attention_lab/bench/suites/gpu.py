@@ -49,7 +49,8 @@ class Machine:
 
 
 def steps(device: torch.device, part: int | None = None) -> list[Step]:
-    """Return one step per group of jobs of `part`; None takes all parts. Raises ValueError without a GPU."""
+    """Return the steps of part 1, 2 or 3 of the suite, or of all three for None: one step for each `Group` that
+    `part_1`, `part_2` or `part_3` returns. Raises ValueError without a GPU."""
     if device.type != "cuda":
         raise ValueError("the gpu suite needs a GPU: --device cuda")
     machine = Machine.of(device)
@@ -77,7 +78,8 @@ def _serve(request: dict[str, Any]) -> None:
 
 
 def part_1(machine: Machine) -> list[Group]:
-    """Return the jobs that decide go or no-go: check what is timed, time it, then check everything else."""
+    """Return the jobs that show whether the kernels are right and fast enough to go on: check those that are timed,
+    time them, then check everything else."""
     device, native = machine.device, ["native"] + ["flash"] * machine.has_flash
     plain, views = ([x for x in checks(777) if x.views == whether] for whether in (False, True))
     as_timed = {label: correctness.as_timed(case, label) for label, case in timed_cases().items()}
@@ -118,7 +120,7 @@ def part_2(machine: Machine) -> list[Group]:
 def part_3(machine: Machine) -> list[Group]:
     """Return the jobs of the long measurements: lengths, memory, graphs, FlexAttention.
 
-    They also give the least length for which `auto` should take triton.
+    They also give the least work (score entries x head_dim) for which `auto` should take triton.
     """
     device = machine.device
     million = replace(PAPER, seq_len=MILLION)

@@ -113,7 +113,7 @@ def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Co
 
 def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float | None]) -> Step:
     """Compare Gemma's own attention, computed by this library, with `sdpa` on a prompt: last logits, peak memory, time.
-    bars: the largest ratios of time and of memory."""
+    bars: the largest ratios of time, and of memory with the bytes of a boolean mask added to this library's."""
 
     def run() -> Iterator[Row]:
         parameters = GEMMA_SHAPE | {"seq_len": seq_len}
@@ -188,8 +188,8 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
 
 
 class _Prompt:
-    """Hold what the last run of the contender `reads` left: the last layer's `states` `(seq, width)`, and the `bytes`
-    that the forward added at its peak, None if the system does not say."""
+    """Run a model on a prompt, and hold what the last run left: the last layer's `states` `(seq, width)`, and the
+    `bytes` that the forward added at its peak, None if the system does not say. `reads` returns the contender."""
 
     def __init__(self) -> None:
         self.states = torch.empty(0)

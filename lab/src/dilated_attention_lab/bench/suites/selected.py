@@ -83,7 +83,7 @@ def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> S
     """Compare lists of `number` single tokens, one list per query for all heads, with `gather` and dense attention.
     This takes about `budget` seconds.
 
-    The lists are drawn uniformly, not chosen by an indexer.
+    The lists are one random set of tokens, shifted by a random distance for each query; no indexer chooses them.
     """
 
     def run() -> Iterator[Row]:

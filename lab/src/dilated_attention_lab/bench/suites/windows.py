@@ -55,7 +55,7 @@ def _parameters(q: Tensor, **more: Any) -> dict[str, Any]:
 
 
 def _both(attend: Attend, tensors: tuple[Tensor, Tensor, Tensor]) -> Contender:
-    """Make a contender with the phases `forward` and `forward+backward`."""
+    """Make a contender that calls `attend` on q, k and v, the `tensors`: phases `forward` and `forward+backward`."""
     leaves = tuple(x.requires_grad_() for x in tensors)
     gradient = torch.randn_like(tensors[0])
 
@@ -87,7 +87,7 @@ def _over_dense(
 ) -> Step:
     """Compare a window's time per score entry with PyTorch's dense call over the same tokens.
 
-    inputs: a function from seq_len to (q, k, v). bar: the largest ratio.
+    label: what the progress bar calls the window. inputs: a function from seq_len to (q, k, v). bar: the largest ratio.
     budget: about how many seconds all rounds take.
     """
 
