@@ -83,9 +83,9 @@ def largest_shares(
 ) -> BlockLayout:
     """Choose as `topk_blocks` does, from shares that are estimated with the queries and keys in `sample`.
 
-    `group`: make one list per KV head (`per_kv_head`). When causal, `sample` has queries up to a block's first one, and
-    the block's shares are forecast from the estimate. With `lookahead` it has the block's own queries, later ones too,
-    and the estimate is used as it is. Without causality nothing is forecast.
+    `group`: make one list per KV head (`per_kv_head`). When causal, the queries in `sample` that stand for a query
+    block end at the block's first one, and its shares are forecast from them as the package docstring of `routing`
+    says. With `lookahead` they are the block's own queries. Then, and without causality, nothing is forecast.
     """
     budget = grid.budget(density)
     forecast = Forecast(q, k, grid, group=group) if grid.is_causal and not lookahead else None
