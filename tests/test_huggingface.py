@@ -810,6 +810,19 @@ def test_models_that_call_the_interface_without_a_flag(name):
             same(dilate(eager, [1 << 14], [1])(**inputs)[0], expected)
 
 
+def test_attention_whose_class_was_made_without_a_source():
+    """FSDP2 makes such classes."""
+    name = next(name for name, (options, _) in WITHOUT_A_FLAG.items() if "encoder_layers" not in options)
+    options, kind = WITHOUT_A_FLAG[name]
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options)).eval()
+    inputs = inputs_of(kind)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        for module in [x for x in model.modules() if type(x).__name__.endswith("Attention")]:
+            module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {})
+        same(dilate(model, [1 << 14], [1])(**inputs)[0], expected)
+
+
 def test_a_model_of_classes_by_implementation_is_refused():
     config = transformers.SamVisionConfig(**WIDTH, image_size=32, patch_size=8)
     with pytest.raises(UnsupportedError, match="SamVisionModel does not call transformers' attention interface"):

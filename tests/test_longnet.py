@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -605,6 +606,12 @@ def test_an_encoder_decoder_is_saved_and_loaded(tmp_path):
             dataclasses.replace(model.config, **wrong)
     with pytest.raises(ValueError, match="vocab_size=None: a language model writes tokens"):
         LongNetLM(VECTORS)
+
+
+def test_a_file_says_that_its_tensors_are_of_pytorch(folder):
+    """accelerate reads no other."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"architecture": "LongNetLM", "format": "pt"}
 
 
 def test_saved_and_loaded(model, folder):
