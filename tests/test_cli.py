@@ -233,7 +233,7 @@ def test_overwritten_run_killed_after_its_first_checkpoint_has_its_own_options(t
 
 
 def test_control_c_while_a_class_is_made(tmp_path, text, monkeypatch, capsys):
-    """Python before 3.12 raises a RuntimeError of it."""
+    """Python before 3.12 turns it into a RuntimeError."""
 
     class Interrupted:
         def __set_name__(self, owner, name):

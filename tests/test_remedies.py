@@ -1644,7 +1644,7 @@ def _(told, llama):
     _packed(told, llama, cu_seq_lens_q=torch.tensor([0, 5, 12], dtype=torch.int32))
 
 
-@remedy("packed samples are told by position_ids alone; collate without return_flash_attn_kwargs")
+@remedy("position_ids alone separate packed samples; collate without return_flash_attn_kwargs")
 def _(told, llama):
     collate, samples = transformers.DataCollatorWithFlattening, [_tokens(5, 1)[0], _tokens(7, 1)[0]]
     ours = copy.deepcopy(llama)

@@ -168,8 +168,8 @@ class Call:
         if isinstance(pattern, (BlockLayout, Product)):
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
         if ranks is not None:
-            how = options["transport"], options["layer"], (), options["sinks"] is not None
-            call = call.over(Shards(ranks.group_name, (seq_len,), None, *how))
+            transport, layer, sinks = options["transport"], options["layer"], options["sinks"] is not None
+            call = call.over(Shards(ranks.group_name, (seq_len,), transport=transport, layer=layer, sinks=sinks))
         return call
 
     @property

@@ -665,7 +665,7 @@ def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -
             raise UnsupportedError(f"{name}={given}: {_without_windows(cast(PreTrainedConfig, module.config))}")
         remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
         if own and name == "cu_seq_lens_q":
-            remedy = "packed samples are told by position_ids alone; collate without return_flash_attn_kwargs"
+            remedy = "position_ids alone separate packed samples; collate without return_flash_attn_kwargs"
         raise UnsupportedError(f"{name}: {remedy}")
 
 

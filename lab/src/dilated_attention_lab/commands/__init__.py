@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None, loaded: Callable[[], object] = 
             with warnings.catch_warnings():
                 warnings.showwarning = _warn
                 code: int = options.run(options)
-        except RuntimeError as error:  # before Python 3.12, of a Ctrl-C in a `__set_name__`, while a module loads
+        except RuntimeError as error:  # before Python 3.12, a Ctrl-C in `__set_name__` while a module loads
             if isinstance(error.__cause__, KeyboardInterrupt):
                 raise KeyboardInterrupt from error
             raise
