@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.models import BlockMixture, LongNetConfig, LongNetLM, NativeSparse
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary, SelectionCache
 from dilated_attention.nn.selection import tables_at
-from dilated_attention.parallel import choose_blocks, sequence_range, set_context_parallel
+from dilated_attention.parallel import choose_blocks, exchange_plan, sequence_range, set_context_parallel, traffic
+from dilated_attention.parallel.comm import Traffic, link_of
 from test_longnet import Adapted
 from tolerances import TOLERANCE, relative_error
 
@@ -116,6 +118,8 @@ def test_what_is_refused_is_refused_on_every_rank():
 
 MODULES = {
     "mixture": (BlockAttentionMixture, 90, {"block_size": 16, "top_k": 3, "query_block": 4}),
+    "mixture, blocks longer than shards": (BlockAttentionMixture, 75, {"block_size": 36, "top_k": 2, "query_block": 9}),
+    "mixture, fewer tokens than ranks": (BlockAttentionMixture, 2, {"block_size": 1, "top_k": 2, "query_block": 1}),
     "native": (
         NativeSparseAttention, 90,
         {"compress_block": 8, "compress_stride": 4, "block_size": 16, "num_selected": 3, "window": 12,
@@ -185,6 +189,38 @@ def test_modules_over_a_mesh_are_those_of_one_device(size):
             assert (found is None or not found.any()) if wanted is None else relative_error(found, wanted) <= 1e-12, (
                 name
             )
+
+
+def run_mixture():
+    """This rank's traffic in forward, and what is counted for the attention with these lists."""
+    module, x, _, tables = module_of("mixture")
+    layout = module._layout(module._chosen(*chosen_from(module, x, tables), [0, x.shape[1]], 0), x.shape[1])
+    set_context_parallel(module, dist.group.WORLD, transport="exchange", seq_len=x.shape[1])
+    own, link = slice(*sequence_range(x.shape[1], dist.group.WORLD)), link_of(dist.group.WORLD)
+    link.traffic = Traffic()
+    with torch.no_grad():
+        module(x[:, own], tables_at(tables, own))
+    plan = exchange_plan(
+        layout, x.shape[1], 4, dist.get_world_size(), dist.get_rank(), num_kv_heads=2, head_dim=8, batch=len(x),
+        dtype=x.dtype, is_causal=True, transport="exchange",
+    )  # fmt: skip
+    return link.traffic.bytes_received, plan.bytes_received
+
+
+def chosen_from(module, x, tables):
+    q, (k, _) = module._project(x, tables)
+    return q, module._means(k[:, : x.shape[1] // 16 * 16])
+
+
+def test_a_mixture_receives_mean_keys_and_chosen_rows():
+    size, seq_len, block, query_block, batch = 3, 90, 16, 4, 2
+    kept, mean, lists = seq_len // block, batch * 2 * 8 * 8, batch * 4 * 3 * 8  # rows in bytes
+    edges = [0, 30, 60, 90]
+    means = max(min(kept, -(-stop // block)) - start // block for start, stop in pairwise(edges))
+    chosen = max(-(-stop // query_block) - -(-start // query_block) for start, stop in pairwise(edges))
+    pooled = (means + traffic.seal_rows(mean)) * mean + (chosen + traffic.seal_rows(lists)) * lists
+    for received, attended in processes.run(size, run_mixture):
+        assert received == attended + (size - 1) * pooled
 
 
 LANGUAGE = LongNetConfig(vocab_size=20, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=1)

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from dilated_attention import checks
 from dilated_attention.decoding import listed_attention
-from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables
 from dilated_attention.nn.selection import (
     SelectingAttention,
     SelectionCache,
 )
-from dilated_attention.parallel.choosing import choose_blocks
+from dilated_attention.parallel.choosing import sums_of_blocks
 
 
 class BlockAttentionMixture(SelectingAttention):
@@ -72,34 +71,26 @@ class BlockAttentionMixture(SelectingAttention):
             embed_dim, num_heads, num_kv_heads, block_size=block_size, query_block=query_block, backend=backend
         )
         self.top_k = checks.positive("top_k", top_k)
-        self.choice = {"number": self.top_k, "local": 1, "first": False}
+        self.lists, self.choice = self.num_heads, {"number": self.top_k, "local": 1, "first": False}
         factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.input = nn.Linear(embed_dim, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, **factory)
         self.output = nn.Linear(embed_dim, embed_dim, **factory)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
+        edges, rank = self._edges(x)
         q, (k, v) = self._project(x, rotary)
         if self.mesh is None:
-            mean, chosen = self._chosen(q, k)
-            layout = self._layout(chosen, x.shape[1])
-            if cache is not None:
-                for name, rows in (("keys", k), ("values", v), ("means", mean)):
-                    cache.append(name, rows)
-                cache.length, cache.chosen = x.shape[1], chosen[:, :, -1]
+            mean = self._means(k[:, : x.shape[1] // self.block_size * self.block_size])
         else:
-
-            def choose(q: Tensor, k: Tensor) -> BlockLayout:
-                return self._layout(self._chosen(q, k)[1], q.shape[1])
-
-            layout = choose_blocks(choose, q, k, self.mesh, seq_len=self.seq_len)
-        return self.output(self._attend(q, k, v, layout, layout.seq_len).flatten(-2))
-
-    def _chosen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean key of each whole block, `(batch, blocks, kv_heads, head_dim)`, and the blocks that each run
-        of `query_block` queries sees, `(batch, heads, runs, chosen)`, filled up with -1."""
-        mean = self._means(k[:, : k.shape[1] // self.block_size * self.block_size])
-        position = torch.arange(0, q.shape[1], self.query_block, device=q.device)
-        return mean, self._choose(q[:, :: self.query_block], position, mean)
+            with torch.no_grad():
+                mean = sums_of_blocks(self._means, k, self.block_size, self.block_size, edges, rank, self.mesh)
+        chosen = self._chosen(q, mean, edges, edges[rank])
+        if cache is not None:
+            for name, rows in (("keys", k), ("values", v), ("means", mean)):
+                cache.append(name, rows)
+            cache.length, cache.chosen = x.shape[1], chosen[:, :, -1]
+        layout = self._layout(chosen, edges[-1])
+        return self.output(self._attend(q, k, v, layout, edges[-1]).flatten(-2))
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
         """Return the output of one more token, `(batch, 1, embed_dim)`, and add the token to the cache."""
@@ -120,7 +111,10 @@ class BlockAttentionMixture(SelectingAttention):
 
     @torch.no_grad()
     def _means(self, k: Tensor) -> Tensor:
-        """Return the mean key of each block of k, in at least single precision. k must consist of whole blocks."""
+        """Return the mean key of each block of k, in at least single precision. k must consist of whole blocks.
+
+        Over a mesh, k has 0 at the tokens of other ranks, and the ranks' results are then added.
+        """
         dtype = torch.promote_types(k.dtype, torch.float32)
         return k.unflatten(1, (-1, self.block_size)).mean(2, dtype=dtype)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -16,14 +14,13 @@ from dilated_attention import checks
 from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.mesh import context_group
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.nn.selection import (
     SelectingAttention,
     SelectionCache,
     tables_at,
 )
-from dilated_attention.parallel.choosing import gathered
+from dilated_attention.parallel.choosing import gathered, sums_of_blocks
 from dilated_attention.patterns import Dilated, layout_for
 
 
@@ -165,7 +162,7 @@ class NativeSparseAttention(SelectingAttention):
         self.compress_block, self.compress_stride = compress_block, compress_stride
         self.num_selected, self.local_blocks = num_selected, local_blocks
         self.window, self.pattern = window, pattern
-        self.choice = {"number": num_selected, "local": local_blocks, "first": True}
+        self.lists, self.choice = self.num_kv_heads, {"number": num_selected, "local": local_blocks, "first": True}
         self.branches = 3 if pattern is None else 4
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = num_heads + 2 * self.branches * self.num_kv_heads
@@ -177,16 +174,14 @@ class NativeSparseAttention(SelectingAttention):
         self._window_layout = partial(BlockLayout.local, window=window, block_size=self.block_size, is_causal=True)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
-        edges = [0, x.shape[1]] if self.mesh is None else self._edges(x)
+        edges, rank = self._edges(x)
         q, (pooled_k, pooled_v, k, v, near_k, near_v, *far) = self._project(x, rotary)
+        start, seq_len = edges[rank], edges[-1]
         if self.mesh is None:
-            start, seq_len = 0, x.shape[1]
             last_tokens = slice(self.key_pooling.length - 1, None, self.key_pooling.stride)
             key = self._compressed_keys(pooled_k, tables_at(rotary, last_tokens))
             value = self.value_pooling(pooled_v)
         else:
-            rank, seq_len = dist.get_rank(context_group(self.mesh)), edges[-1]
-            start = edges[rank]
             key, value = self._compressed_over_mesh(pooled_k, pooled_v, rotary, edges, rank)
         chosen = self._chosen(q, key, edges, start)
         layout = self._layout(chosen, seq_len)
@@ -258,21 +253,12 @@ class NativeSparseAttention(SelectingAttention):
         assert self.mesh is not None
         pooling, start = self.key_pooling, edges[rank]
         length, stride, number = pooling.length, pooling.stride, pooling.number(edges[-1])
-        touched = [
-            range(max(0, (first - length) // stride + 1), min(number, -(-last // stride)) if last > first else 0)
-            for first, last in pairwise(edges)
-        ]
-        own = touched[rank]
-        tokens = (len(own) - 1) * stride + length if own else 0
-        before = start - own.start * stride if own else 0
-        room = (0, 0, 0, 0, before, max(0, tokens - before - k.shape[1]))
-        sums = [
-            pooling.sums(F.pad(x, room)[:, :tokens]) for pooling, x in ((self.key_pooling, k), (self.value_pooling, v))
-        ]
-        bounds = list(accumulate(map(len, touched), initial=0))
-        parts = gathered(torch.cat(sums, 2), 1, bounds, self.mesh, "sums of compressed blocks")
-        blocks = torch.tensor([i for some in touched for i in some], dtype=torch.int64, device=k.device)
-        whole = parts.new_zeros(len(k), number, *parts.shape[2:]).index_add(1, blocks, parts)
+
+        def sums(x: Tensor) -> Tensor:
+            k, v = x.split(self.num_kv_heads, 2)
+            return torch.cat([self.key_pooling.sums(k), self.value_pooling.sums(v)], 2)
+
+        whole = sums_of_blocks(sums, torch.cat([k, v], 2), length, stride, edges, rank, self.mesh)
         key_sums, value_sums = whole.split(self.num_kv_heads, 2)
         key = self.key_pooling.of_sums(key_sums)
         if rotary is not None and number:
@@ -304,25 +290,6 @@ class NativeSparseAttention(SelectingAttention):
         return F.pad(out, (0, 0, 0, 0, first, 0))
 
     # ---- the selection
-
-    def _chosen(self, q: Tensor, key: Tensor, edges: list[int], start: int) -> Tensor:
-        """Return the blocks that each choosing query selects, `(batch, kv_heads, choosing queries, blocks)`, -1: none.
-
-        `key`: the compressed keys. Every `query_block`-th token chooses. Over a mesh, rank i holds tokens [edges[i],
-        edges[i + 1]), this rank from `start`. Each rank computes its own queries' blocks, and all ranks get them all.
-        Without a mesh `start` is 0.
-        """
-        first = -start % self.query_block
-        position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)
-        chosen = position.new_empty(len(q), self.num_kv_heads, 0, 0)
-        if len(position):
-            chosen = self._choose(q[:, first :: self.query_block], position, key)
-        if self.mesh is None:
-            return chosen
-        width = min(self.num_selected, -(-edges[-1] // self.block_size))
-        chosen = F.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
-        bounds = [-(-edge // self.query_block) for edge in edges]
-        return gathered(chosen, 2, bounds, self.mesh, "selected blocks")
 
     def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
         """Return how much weight these queries give to blocks 0 … `blocks` - 1, `(batch, kv_heads, queries, blocks)`.

@@ -11,6 +11,7 @@ from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import MAX_BLOCK
 from dilated_attention.mesh import context_group, held_mesh
 from dilated_attention.nn.positions import Tables, rotate
+from dilated_attention.parallel.choosing import gathered
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length
 from dilated_attention.ranking import stable_topk
@@ -240,6 +242,7 @@ class SelectingAttention(nn.Module):
         input: one projection of x to the queries, then to the keys and values of each branch in turn.
         output: the projection of the heads' results to the output.
         unrotated: the number of branches, counted from the first, whose keys `_project` does not rotate; default 0.
+        lists: how many lists of blocks a query has: one per head or per KV head.
         choice: the options `number`, `local` and `first` of `largest_blocks`.
     """
 
@@ -247,6 +250,7 @@ class SelectingAttention(nn.Module):
     input: nn.Linear
     output: nn.Linear
     unrotated = 0
+    lists: int
     choice: dict[str, Any]
 
     def __init__(
@@ -286,14 +290,16 @@ class SelectingAttention(nn.Module):
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
-    def _edges(self, x: Tensor) -> list[int]:
-        """Return where each rank's shard of x begins, and the sequence's end. Called over a mesh only.
+    def _edges(self, x: Tensor) -> tuple[list[int], int]:
+        """Return where each rank's shard of x begins, with the sequence's end, and this rank (0 without a mesh).
 
         Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
         """
-        assert self.mesh is not None
+        if self.mesh is None:
+            return [0, x.shape[1]], 0
         group = context_group(self.mesh)
-        return list(balanced_bounds(agreed_length(x, group, 1, self.seq_len), dist.get_world_size(group)))
+        length, size = agreed_length(x, group, 1, self.seq_len), dist.get_world_size(group)
+        return list(balanced_bounds(length, size)), dist.get_rank(group)
 
     def forward(
         self,
@@ -351,6 +357,29 @@ class SelectingAttention(nn.Module):
             q, at = rotate(q, rotary[:2]), slice(2 * self.unrotated, None, 2)
             rest[at] = [rotate(k, rotary[-2:]) for k in rest[at]]
         return q, rest
+
+    def _chosen(self, q: Tensor, key: Tensor, edges: list[int], start: int) -> Tensor:
+        """Return the blocks that each choosing query sees, `(batch, lists, choosing queries, blocks)`, -1: none.
+
+        Every `query_block`-th token chooses. Over a mesh each rank chooses for its own queries, and all ranks get all
+        lists.
+
+        Args:
+            q: the queries of this rank's tokens, which begin at position `start`.
+            key: the pooled keys of the whole sequence, see `_importance`.
+            edges: rank i holds tokens [edges[i], edges[i + 1]).
+        """
+        first = -start % self.query_block
+        position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)
+        chosen = position.new_empty(len(q), self.lists, 0, 0)
+        if len(position):
+            chosen = self._choose(q[:, first :: self.query_block], position, key)
+        if self.mesh is None:
+            return chosen
+        width = min(self.choice["number"], -(-edges[-1] // self.block_size))
+        chosen = F.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
+        bounds = [-(-edge // self.query_block) for edge in edges]
+        return gathered(chosen, 2, bounds, self.mesh, "chosen blocks")
 
     @torch.no_grad()
     def _choose(

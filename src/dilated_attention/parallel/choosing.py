@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
@@ -87,6 +88,34 @@ def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) 
     """
     rows = _Gathered.apply(x.movedim(dim, 0), bounds, link_of(context_group(mesh)), name)
     return rows.movedim(0, dim)
+
+
+def sums_of_blocks(
+    of: Callable[[Tensor], Tensor], x: Tensor, length: int, stride: int, edges: Sequence[int], rank: int, mesh: Mesh
+) -> Tensor:
+    """Return on every rank what `of` makes of each whole block of a sharded sequence, `(batch, blocks, ...)`.
+
+    Block i has the tokens [i * stride, i * stride + length). `of` must be linear in the tokens of a block: each rank
+    passes x with 0 at the tokens of other ranks, for the blocks that its tokens lie in, and the results are added.
+    The gradient goes back to every rank's x.
+
+    Args:
+        of: from `(batch, tokens, ...)`, the tokens of n blocks, to `(batch, n, ...)`; without tokens, n = 0.
+        x: the tokens [edges[rank], edges[rank + 1]), `(batch, shard, ...)`; `edges[-1]` is the length of the sequence.
+    """
+    number = max(0, (edges[-1] - length) // stride + 1)
+    touched = [
+        range(max(0, (first - length) // stride + 1), min(number, -(-last // stride)) if last > first else 0)
+        for first, last in pairwise(edges)
+    ]
+    own = touched[rank]
+    tokens = (len(own) - 1) * stride + length if own else 0
+    before = edges[rank] - own.start * stride if own else 0
+    room = (0, 0) * (x.dim() - 2) + (before, max(0, tokens - before - x.shape[1]))
+    bounds = list(accumulate(map(len, touched), initial=0))
+    parts = gathered(of(F.pad(x, room)[:, :tokens]), 1, bounds, mesh, "sums of blocks")
+    blocks = torch.tensor([i for some in touched for i in some], dtype=torch.int64, device=x.device)
+    return parts.new_zeros(len(x), number, *parts.shape[2:]).index_add(1, blocks, parts)
 
 
 def _misfit(q: Tensor, k: Tensor) -> str | None:
