@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -77,7 +79,7 @@ def run_choices(is_causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "is_causal"), [(2, True), (3, False), (5, True)])
+@pytest.mark.parametrize(("size", "is_causal"), [(2, True), (3, False)])
 def test_choices_over_a_mesh_are_those_of_one_device(size, is_causal):
     ranks = processes.run(size, run_choices, is_causal)
     for name, kind in ranks[0]:
@@ -191,6 +193,89 @@ def test_modules_over_a_mesh_are_those_of_one_device(size):
             )
 
 
+def drawn(seed):
+    """A random case: q, k, v, dout, a selector and is_causal; or a module, x, dout and rotary tables."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    kv_heads, seq_len, batch = draw.choice([1, 2, 3]), draw.choice([1, 2, 9, 40, 77, 130]), draw.choice([1, 2])
+    heads, is_causal = kv_heads * draw.choice([1, 2]), draw.random() < 0.6
+    if draw.random() < 0.5:
+        block = draw.choice([(8, 16), (16, 8), (5, 5), (32, 12)])
+        options = {"block_size": block, "is_causal": is_causal, "scale": draw.choice([None, 0.7, -0.3])}
+        shared = {"per_kv_head": draw.random() < 0.3, "floor": draw.choice([0, 1, 3])}
+        density = draw.choice([0.1, 0.3, 1.0])
+        choose = draw.choice(
+            [
+                partial(routing.topk_blocks, density=density, **options, **shared),
+                partial(routing.topp_blocks, mass=draw.choice([0.3, 0.9]), **options, **shared),
+                partial(routing.page_bounds, density=density, page_size=block[1], **options),
+                partial(routing.sampled_blocks, density=density, **options, **shared),
+                partial(routing.hierarchical_blocks, density=density, region=2, **options),
+                partial(routing.vertical_slash, density=density, **options),
+            ]
+        )
+        tensors = [torch.randn(batch, seq_len, n, 8, dtype=torch.float64) for n in (heads, kv_heads, kv_heads, heads)]
+        return *tensors, choose, is_causal
+    size = draw.choice([4, 12, 32])
+    query_block = draw.choice([n for n in (1, 2, 4) if size % n == 0])
+    options = {"block_size": size, "query_block": query_block, "dtype": torch.float64}
+    if draw.random() < 0.5:
+        module = BlockAttentionMixture(8 * heads, heads, kv_heads, top_k=draw.choice([1, 2, 4]), **options)
+    else:
+        stride = draw.choice([2, 4])
+        module = NativeSparseAttention(
+            8 * heads, heads, kv_heads, compress_block=stride * draw.choice([1, 2, 4]), compress_stride=stride,
+            num_selected=draw.choice([2, 4]), local_blocks=1, window=draw.choice([1, 7, 50]), **options,
+        )  # fmt: skip
+    x, dout = torch.randn(2, batch, seq_len, 8 * heads, dtype=torch.float64)
+    return module, x, dout, Rotary(8).tables(torch.arange(seq_len), dtype=x.dtype)
+
+
+def run_drawn(seeds):
+    found, mesh = [], dist.group.WORLD
+    for seed in seeds:
+        *tensors, choose, is_causal = case = drawn(seed)
+        seq_len = case[1].shape[1]
+        own = slice(*sequence_range(seq_len, mesh))
+        if isinstance(case[0], torch.nn.Module):
+            module, x, dout, tables = case
+            set_context_parallel(module, mesh, seq_len=seq_len)
+            results = trained(module, x[:, own], dout[:, own], tables_at(tables, own))
+        else:
+            shards = [x[:, own] for x in tensors]
+            layout = choose_blocks(choose, *shards[:2], mesh, seq_len=seq_len)
+            assert layout == choose(*tensors[:2]), seed
+            results = learned(*shards, layout, is_causal, mesh=mesh, seq_len=seq_len)
+        found.append([None if x is None else x.numpy() for x in results])
+    return found
+
+
+def check_drawn(size, seeds):
+    """Compare random cases over `size` ranks with one device; the gradients of all weights as one tensor."""
+    for seed, *ranks in zip(seeds, *processes.run(size, run_drawn, seeds), strict=True):
+        case = drawn(seed)
+        is_module = isinstance(case[0], torch.nn.Module)
+        right = trained(*case) if is_module else learned(*case[:4], case[4](*case[:2]), case[5])
+        ranks = [[None if x is None else torch.from_numpy(x) for x in rank] for rank in ranks]
+        pairs = [(torch.cat([rank[i] for rank in ranks], 1), right[i]) for i in range(2 if is_module else 4)]
+        if is_module:
+            pairs.append((sum(flat(rank[2:], case[0]) for rank in ranks), flat(right[2:], case[0])))
+        for number, (found, wanted) in enumerate(pairs):
+            assert relative_error(found, wanted) <= 1e-12, (size, seed, number)
+
+
+def flat(gradients, module):
+    """One tensor of the gradients of all parameters, 0 where there is none."""
+    pairs = zip(gradients, module.parameters(), strict=True)
+    return torch.cat([(torch.zeros_like(x) if gradient is None else gradient).flatten() for gradient, x in pairs])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 5])
+def test_random_choices_over_a_mesh(size):
+    check_drawn(size, range(1000 * size, 1000 * size + 10))
+
+
 def run_mixture():
     """This rank's traffic in forward, and what is counted for the attention with these lists."""
     module, x, _, tables = module_of("mixture")
@@ -251,3 +336,11 @@ def test_language_models_that_select_over_a_mesh():
         ):
             found = torch.from_numpy(parts[0] if number == 0 else sum(parts) / len(parts))
             assert relative_error(found, torch.from_numpy(wanted)) <= 1e-12
+
+
+if __name__ == "__main__":  # python tests/test_parallel_choice.py 500: so many random cases over 2 to 8 ranks
+    number, sizes = int(sys.argv[1]), range(2, 9)
+    for size in sizes:
+        count = number // len(sizes) + (size - sizes[0] < number % len(sizes))
+        check_drawn(size, range(10_000 * size, 10_000 * size + count))
+        print(f"{count} cases over {size} ranks: equal one device")
