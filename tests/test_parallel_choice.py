@@ -338,7 +338,7 @@ def test_language_models_that_select_over_a_mesh():
             assert relative_error(found, torch.from_numpy(wanted)) <= 1e-12
 
 
-if __name__ == "__main__":  # python tests/test_parallel_choice.py 500: so many random cases over 2 to 8 ranks
+if __name__ == "__main__":  # python tests/test_parallel_choice.py 500: 500 random cases over 2 to 8 ranks
     number, sizes = int(sys.argv[1]), range(2, 9)
     for size in sizes:
         count = number // len(sizes) + (size - sizes[0] < number % len(sizes))

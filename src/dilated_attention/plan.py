@@ -149,10 +149,10 @@ class Spans(NamedTuple):
     """Describe the segments of a grid (see `spans`) that have tokens in [lower, upper), as runs of equal segments.
 
     Attributes:
-        segment: the segment length, at most the length of the grid unless there are no runs.
+        segment: the segment length; a segment that is longer than the grid has the grid's length.
         lower, upper: the tokens that were asked for, cut to the grid.
-        runs: for each run, start and stop of its first segment, the number of segments, and whether the first segment
-            reaches beyond [lower, upper).
+        runs: for each run, start and stop of its whole first segment (tokens outside [lower, upper) included), the
+            number of segments, and whether the first one has tokens outside.
     """
 
     segment: int

@@ -63,8 +63,8 @@ def convert(
     - the model read back from the folder and the one written.
 
     Args:
-        tokens: the most tokens of the random input. The input is shorter than every segment whose length its rate does
-            not divide: if it filled such a segment, the released code would put results at the wrong tokens.
+        tokens: the most tokens of the random input. If a rate does not divide its segment length, the input is
+            shorter than that segment: the released code puts results at the wrong tokens where it is full.
         compat: `compat` of the written model.
         overwrite: replace what `out` holds; otherwise a folder that is not empty is refused.
         options: arguments of `load_gigapath`, `load_longvit` or `load_torchscale`.

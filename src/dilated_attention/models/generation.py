@@ -174,9 +174,10 @@ def _buffers(config: LongNetConfig, max_len: int | None) -> list[_Buffer]:
 
 
 class _Layer:
-    """Hold the cached rows of one layer: keys and values `(batch, heads, rows, head_dim)` of every buffer.
+    """Hold the cached keys and values of one layer, in one pair of tensors per buffer of the cache.
 
-    `buffers` lists (buffer, first, keys, values): index 0 along heads is KV head `first`, the lowest in the buffer.
+    `buffers` lists (buffer, first, keys, values). The `_Buffer` says which token each row holds; keys and values are
+    `(batch, heads, rows, head_dim)`, and index 0 along heads is KV head `first`.
     make: called with a shape, returns a tensor of zeros.
     """
 

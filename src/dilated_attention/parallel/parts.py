@@ -139,10 +139,10 @@ class Gather:
 
 @dataclass(frozen=True)
 class Own:
-    """Say which of the shard's rows a buffer holds: one that the rank sends, or one that its own parts read.
+    """Say which of the shard's rows a buffer holds.
 
-    The buffer has `size` rows. Row `positions[i]` holds token `tokens[i]` of the shard and KV head `heads[i]`. Any
-    other rows are room for seals or padding.
+    The rank sends the buffer, or its own parts read it. It has `size` rows. Row `positions[i]` holds token `tokens[i]`
+    of the shard and KV head `heads[i]`. Any other rows are room for seals or padding.
     """
 
     tokens: Tensor

@@ -156,11 +156,11 @@ def _under(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stage(event: Any) -> str:
-    """Return the stage that an event's own time belongs to: "allocation" if it allocates memory, else the stage
-    in STAGES of the innermost function that runs it.
+    """Return the stage that an event's own time belongs to.
 
-    If no function of STAGES runs it, return OUTSIDE unless an operator of this library does; then its stage in
-    `_OPERATORS`, or DISPATCH if it has none there.
+    It is "allocation" if the event allocates memory; else the stage of the innermost function in STAGES that runs it.
+    If none runs it, it is OUTSIDE for an event that no operator of this library runs. For the others it is the entry
+    of the event's own operator in `_OPERATORS`, DISPATCH without one.
     """
     operator = _OPERATORS.get(event.name.removeprefix("aten::")) if event.name.startswith("aten::") else None
     if operator == "allocation":
@@ -176,7 +176,7 @@ def _stage(event: Any) -> str:
 
 def _counts(event: Any, stage: str) -> bool:
     """Return whether an event counts as a run of its `stage`: calls of functions in STAGES do, and PyTorch operators
-    whose stage is one of `_OPERATORS`."""
+    if `stage` is a value of `_OPERATORS`."""
     if event.name.startswith(_MARK):
         return True
     return event.name.startswith("aten::") and stage in _OPERATORS.values()

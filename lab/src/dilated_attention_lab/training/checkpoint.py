@@ -115,7 +115,7 @@ class Checkpoint:
                 raise ValueError(f"{self.path}: {name} has shape {self.tensors[name][0]}, expected {shape}")
 
     def read(self, pieces: Mapping[str, Piece], prefix: str = "") -> None:
-        """Fill the tensors of `pieces`, whose names must be all those that begin with `prefix`, prefix included.
+        """Fill the tensors of `pieces`, whose names must be all those in the checkpoint that begin with `prefix`.
 
         Raises ValueError if the names, a shape or a dtype differ from the checkpoint's.
         """

@@ -73,13 +73,15 @@ inline Window window(const Held &held, int group, const Chunk &chunk) {
   return {from / ROWS * ROWS, int(round_up(to, ROWS)), masked};
 }
 
-// s = -infinity where a row of the group and one of the chunk do not see one another.
+// s = -infinity where a row of the group and one of the chunk do not see one another. Most rows of a chunk that an edge
+// of a window cuts see a whole group: they are passed over.
 inline void hide(const Held &held, int group, const Chunk &chunk, Window w, float *s) {
-  for (int x = 0; x < LANES; x += WIDTH) {
-    const Integers i = load_integers(held.row + group * LANES + x);
-    const Mask inside = first_lanes(held.count - group * LANES - x);
-    for (int j = w.from; j < w.to; j++) {
-      const Mask seen = j < chunk.count ? seeing(i, chunk, j) & inside : first_lanes(0);
+  const int32_t *row = held.row + group * LANES;
+  const int left = held.count - group * LANES;
+  for (int j = w.from; j < w.to; j++) {
+    if (left >= LANES && j < chunk.count && chunk.first[j] <= row[0] && chunk.last[j] >= row[LANES - 1]) continue;
+    for (int x = 0; x < LANES; x += WIDTH) {
+      const Mask seen = j < chunk.count ? seeing(load_integers(row + x), chunk, j) & first_lanes(left - x) : first_lanes(0);
       store(s + j * LANES + x, all(-INF), inverse(seen));
     }
   }
