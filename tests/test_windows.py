@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import random
+import sys
 import warnings
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import processes
@@ -682,3 +683,11 @@ def test_more_queries_than_keys(queries, keys, backend):
     for pattern in (Dilated((64,), (1,)), Dilated((8, 64), (1, 2)), Window(5)):
         found, expected = (attention(q, k, v, pattern, backend=x, **options) for x in (backend, "reference"))
         assert torch.allclose(found, expected, atol=1e-12)
+
+
+if __name__ == "__main__":  # python tests/test_windows.py 5000: 5,000 random calls, each on one of the backends
+    backends = st.sampled_from(BACKENDS)
+    settings(max_examples=int(sys.argv[1]), deadline=None, database=None)(
+        given(call=calls(), backend=backends)(check)
+    )()
+    print(f"{sys.argv[1]} random calls: no miss")

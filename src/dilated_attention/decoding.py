@@ -170,8 +170,8 @@ def listed_attention(
         q: `(batch, new, heads, head_dim)`, the queries of the newest tokens, new <= seq.
         k, v: `(batch, seq, kv_heads, head_dim)`, the keys and values of all tokens so far.
         chosen: int64 or int32 `(batch, lists, new, blocks)`, padded with -1. There is one list per head, one per KV
-            head, or one for all heads. `(batch, lists, blocks)` applies to all new tokens. The order does not matter,
-            and a block that is listed twice is seen once.
+            head, or one for all heads. `(batch, lists, blocks)` applies to all new tokens, a batch of 1 to all samples.
+            The order does not matter, and a block that is listed twice is seen once.
         block_size: the number of tokens per block.
         scale: the factor of the scores; default 1 / sqrt(head_dim).
         sinks: as in `attention`.

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from dilated_attention import dilated_attention
-from dilated_attention.parallel import shard_sequence
+from dilated_attention.nn import NativeSparseAttention, Rotary
+from dilated_attention.parallel import sequence_range, set_context_parallel, shard_sequence
 from dilated_attention.plumbing import Link, Traffic, link_of, use_link
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.measure import in_new_process
@@ -194,7 +195,42 @@ def _ring(case: Case, rounds: int) -> dict[str, Any]:
     return samples | {"difference": float(difference)}
 
 
-_MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring}
+def _selecting(case: Case, rounds: int) -> dict[str, Any]:
+    """Time a forward and backward of native sparse attention over the same sequence on rank 0 alone, and on all ranks.
+
+    Return for every round the processor seconds of the one (`alone`), and of the ranks' threads the `mean` and the
+    `most`. They do not count waiting, so that there may be more ranks than cores.
+    """
+    mesh, width = dist.group.WORLD, case.heads * case.head_dim
+    assert mesh is not None
+    torch.manual_seed(0)
+    whole, shared = (NativeSparseAttention(width, case.heads) for _ in range(2))
+    set_context_parallel(shared, mesh, seq_len=case.seq_len)
+    x = torch.randn(case.batch, case.seq_len, width)
+    tables = Rotary(case.head_dim).tables(torch.arange(case.seq_len))
+    own = slice(*sequence_range(case.seq_len, mesh))
+
+    def seconds(module: NativeSparseAttention, at: slice) -> float:
+        begin = time.thread_time()
+        out = module(x[:, at], (tables[0][at], tables[1][at]))
+        torch.autograd.grad(out, list(module.parameters()), out.detach())
+        return time.thread_time() - begin
+
+    samples: Samples = {"alone": [], "mean": [], "most": []}
+    for i in range(rounds + 1):  # the first is a warm-up
+        dist.barrier()
+        alone = seconds(whole, slice(None)) if dist.get_rank() == 0 else 0.0
+        dist.barrier()
+        ranks = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+        ranks[dist.get_rank()] = seconds(shared, own)
+        dist.all_reduce(ranks)
+        if i:
+            for name, found in (("alone", alone), ("mean", ranks.mean()), ("most", ranks.max())):
+                samples[name].append(float(found))
+    return samples
+
+
+_MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring, "selecting": _selecting}
 
 
 @record  # torchrun then tells a rank's traceback

@@ -34,6 +34,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         Step("a mesh of one rank", partial(_single, replace(case, seq_len=8192), 2 * rounds)),
     ]
     found += [Step(f"{number} processes", partial(_scaling, case, number, rounds)) for number in (2, 4)]
+    selecting = Case(method="dense", seq_len=tokens if quick else 131_072, heads=4, is_causal=True)
+    found.append(Step("native sparse attention in 8 processes", partial(_selecting, selecting, 1 if quick else 3)))
     return [*found, Step(f"a link of {MEGABITS} Mbit/s", partial(_overlap, _case(16384, 4, heads=4), rounds))]
 
 
@@ -101,6 +103,18 @@ def _scaling(case: Case, number: int, rounds: int) -> Iterator[Row]:
         name = f"forward+backward: {number} processes of one thread {words}, over one process's time / {cores} cores"
         ratio = Spread.of_ratios(found[key], found["alone"], cores)
         yield Row.of(name, case.parameters, ratio, bar=bar, times=times)
+
+
+def _selecting(case: Case, rounds: int) -> Iterator[Row]:
+    number = 8
+    found = rank_processes.measure("selecting", case, number, rounds=rounds)
+    times = {name: Spread.of(found[name]) for name in found}
+    parameters = {name: value for name, value in case.parameters.items() if name != "method"}
+    for key, words, bar in (("mean", "a rank on average", 1.15), ("most", "the busiest rank", None)):
+        name = (
+            f"native sparse attention, forward+backward: {words} of {number}, over 1 / {number} of one process's time"
+        )
+        yield Row.of(name, parameters, Spread.of_ratios(found[key], found["alone"], number), bar=bar, times=times)
 
 
 def _overlap(case: Case, rounds: int) -> Iterator[Row]:
