@@ -712,3 +712,19 @@ def test_what_other_packages_take_in_the_place_of_a_layout():
         for call in (attention, block_sparse_attention):
             with pytest.raises(ValueError, match=word):
                 call(q, q, q, pattern)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_the_making_of_a_window(fresh_python):
+    fresh_python(
+        """
+        import torch
+        from dilated_attention import BlockLayout
+
+        def indices(x):
+            return BlockLayout.local(x.shape[0], 8, 16, is_causal=True).indices * x[0]
+
+        x = torch.full((50,), 2)
+        assert torch.equal(torch.compile(indices, fullgraph=True)(x), indices(x))
+        """
+    )

@@ -423,3 +423,28 @@ def test_tables_of_other_tokens(make, unchecked):
 def test_what_is_refused(make, message, unchecked):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.slow
+def test_compiles_in_one_graph_and_exports(fresh_python):
+    fresh_python(
+        """
+        import torch
+        from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention
+
+        torch.manual_seed(0)
+        sizes = {"compress_block": 8, "compress_stride": 4, "num_selected": 3, "window": 8}
+        shared = {"block_size": 16, "query_block": 4}
+        for module in (
+            NativeSparseAttention(32, 4, 2, **sizes, **shared), BlockAttentionMixture(32, 4, 2, top_k=3, **shared)
+        ):
+            x = torch.randn(2, 70, 32, requires_grad=True)
+            found, expected = (
+                (out, *torch.autograd.grad(out.sin().sum(), [x, *module.input.parameters()]))
+                for out in (torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))
+            )
+            for a, b in zip(found, expected):
+                torch.testing.assert_close(a, b)
+            torch.testing.assert_close(torch.export.export(module, (x,)).module()(x * 2), module(x * 2))
+        """
+    )

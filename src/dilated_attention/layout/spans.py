@@ -146,7 +146,8 @@ def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
     first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
     if grid.is_causal:
         torch.minimum(last, grid.queries()[1], out=last)
-    first.clamp_(min=0), last.clamp_(max=grid.seq_len - 1)
+    # Not first.clamp_(min=0): Inductor of PyTorch 2.13 fails on max(0, number) where the number follows from arange.
+    first, last = torch.where(first < 0, 0, first), last.clamp_(max=grid.seq_len - 1)
     empty = last < first
     low, high = first.floor_divide_(grid.k_block), last.floor_divide_(grid.k_block).add_(1).masked_fill_(empty, 0)
     if len(spans) > 1:

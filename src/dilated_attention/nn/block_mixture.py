@@ -96,8 +96,7 @@ class BlockAttentionMixture(SelectingAttention):
         """Return the output of one more token, `(batch, 1, embed_dim)`, and add the token to the cache."""
         q, (k, v) = self._project(x, rotary)
         if cache.length % self.query_block == 0:
-            position = torch.tensor([cache.length], device=x.device)
-            cache.chosen = self._choose(q, position, cache.last("means"))[:, :, 0]
+            cache.chosen = self._choose(q, cache.length, cache.last("means"))[:, :, 0]
         assert cache.chosen is not None
         cache.append("keys", k)
         cache.append("values", v)
@@ -118,7 +117,7 @@ class BlockAttentionMixture(SelectingAttention):
         dtype = torch.promote_types(k.dtype, torch.float32)
         return k.unflatten(1, (-1, self.block_size)).mean(2, dtype=dtype)
 
-    def _importance(self, q: Tensor, position: Tensor, mean: Tensor, blocks: int) -> Tensor:
+    def _importance(self, q: Tensor, first: int, mean: Tensor, blocks: int) -> Tensor:
         mean = mean[:, :blocks].permute(0, 2, 3, 1)[:, :, None]
         query = q.to(mean.dtype).unflatten(2, (mean.shape[1], -1)).permute(0, 2, 3, 1, 4)
         with torch.autocast(q.device.type, enabled=False):

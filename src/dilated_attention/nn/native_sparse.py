@@ -210,8 +210,7 @@ class NativeSparseAttention(SelectingAttention):
             cache.append("compressed", torch.stack(pair, 2))
         key, value = cache.last("compressed").unbind(2)
         if position % self.query_block == 0:
-            at = torch.tensor([position], device=x.device)
-            cache.chosen = self._choose(q, at, key)[:, :, 0]
+            cache.chosen = self._choose(q, position, key)[:, :, 0]
         assert cache.chosen is not None
         start = max(0, position // self.block_size * self.block_size - (self.window - 1))
         near = cache.length - start // self.block_size * self.block_size
@@ -291,22 +290,23 @@ class NativeSparseAttention(SelectingAttention):
 
     # ---- the selection
 
-    def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
+    def _importance(self, q: Tensor, first: int, key: Tensor, blocks: int) -> Tensor:
         """Return how much weight these queries give to blocks 0 … `blocks` - 1, `(batch, kv_heads, queries, blocks)`.
 
         It is the softmax over the compressed keys, summed over the query heads of a KV head. Each stride of a block
         adds the probabilities of all compressed keys that cover it. A query that sees no compressed key gets 0.
 
         Args:
-            q: `(batch, queries, heads, head_dim)`.
-            position: the token of each query, ascending, `(queries,)`.
+            q: the queries of tokens `first`, `first + query_block`, and so on, `(batch, queries, heads, head_dim)`.
             key: the compressed keys, `(batch, compressed, kv_heads, head_dim)`.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
-        seen = ((position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1).clamp(min=0)
-        number = int(seen[-1])
+        queries, step = q.shape[1], self.query_block
+        number = self.key_pooling.number(first + (queries - 1) * step + 1)  # that the last query sees
         if not number:
-            return q.new_zeros(len(q), self.num_kv_heads, len(seen), blocks, dtype=dtype)
+            return q.new_zeros(len(q), self.num_kv_heads, queries, blocks, dtype=dtype)
+        position = torch.arange(first, first + queries * step, step, device=q.device)
+        seen = (position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1
         query = q.to(dtype).unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
         with torch.autocast(q.device.type, enabled=False):
             scores = query @ key[:, :number].to(dtype).permute(0, 2, 3, 1)[:, :, None] * self.head_dim**-0.5

@@ -21,7 +21,7 @@ from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import MAX_BLOCK
+from dilated_attention.layout.spans import MAX_BLOCK, BlockGrid
 from dilated_attention.mesh import context_group, held_mesh
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.parallel.choosing import gathered
@@ -55,8 +55,8 @@ def largest_blocks(
     if first:
         always = always | (block == 0)
     ranked = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
-    values, indices = stable_topk(ranked, min(number, len(block)))
-    return indices.masked_fill(values == -torch.inf, -1)
+    indices = stable_topk(ranked, min(number, len(block)))[1]
+    return indices.masked_fill(indices > own, -1)
 
 
 def pieces(queries: int, scores: int) -> Iterator[slice]:
@@ -65,6 +65,9 @@ def pieces(queries: int, scores: int) -> Iterator[slice]:
     `scores`: the number of scores per query.
     """
     step = max(1, CHUNK // max(1, scores))
+    if queries <= step:  # then a graph need not know the number
+        yield slice(0, queries)
+        return
     for start in range(0, queries, step):
         yield slice(start, min(start + step, queries))
 
@@ -370,12 +373,11 @@ class SelectingAttention(nn.Module):
             edges: rank i holds tokens [edges[i], edges[i + 1]).
         """
         first = -start % self.query_block
-        position = torch.arange(start + first, start + max(first, q.shape[1]), self.query_block, device=q.device)
-        chosen = position.new_empty(len(q), self.lists, 0, 0)
-        if len(position):
-            chosen = self._choose(q[:, first :: self.query_block], position, key)
         if self.mesh is None:
-            return chosen
+            return self._choose(q[:, first :: self.query_block], start + first, key)
+        chosen = torch.empty(len(q), self.lists, 0, 0, dtype=torch.int64, device=q.device)
+        if first < q.shape[1]:
+            chosen = self._choose(q[:, first :: self.query_block], start + first, key)
         width = min(self.choice["number"], -(-edges[-1] // self.block_size))
         chosen = F.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
         bounds = [-(-edge // self.query_block) for edge in edges]
@@ -385,33 +387,45 @@ class SelectingAttention(nn.Module):
     def _choose(
         self,
         q: Float[Tensor, "batch queries heads head_dim"],
-        position: Int[Tensor, " queries"],
+        first: int,
         key: Float[Tensor, "batch rows kv_heads head_dim"],
     ) -> Int[Tensor, "batch lists queries chosen"]:
         """Return the blocks that these queries see, filled up with -1: the largest of `_importance`.
 
-        position: the token of each query, ascending. key: the pooled keys, see `_importance`.
+        The queries are those of tokens `first`, `first + query_block`, and so on. key: the pooled keys, see
+        `_importance`.
         """
-        own = position // self.block_size
-        blocks = int(own[-1]) + 1
+        queries, step = q.shape[1], self.query_block
+        blocks = (first + (queries - 1) * step) // self.block_size + 1
+        own = torch.arange(first, first + queries * step, step, device=q.device) // self.block_size
         chosen = [
-            largest_blocks(self._importance(q[:, at], position[at], key, blocks), own[at], **self.choice)
-            for at in pieces(len(position), q.shape[0] * q.shape[2] * max(blocks, key.shape[1]))
+            largest_blocks(self._importance(q[:, at], first + at.start * step, key, blocks), own[at], **self.choice)
+            for at in pieces(queries, q.shape[0] * q.shape[2] * max(blocks, key.shape[1]))
         ]
         return torch.cat(chosen, 2)
 
-    def _importance(self, q: Tensor, position: Tensor, key: Tensor, blocks: int) -> Tensor:
+    def _importance(self, q: Tensor, first: int, key: Tensor, blocks: int) -> Tensor:
         """Return how important key blocks 0 … `blocks` - 1 are to these queries, `(batch, lists, queries, blocks)`.
 
-        The subclass has one list per head or per KV head. position: the token of each query. key: the pooled keys,
-        `(batch, rows, kv_heads, head_dim)`, one row for each run of tokens that the subclass pools, such as a block.
+        The subclass has one list per head or per KV head. q: the queries of tokens `first`, `first + query_block`, and
+        so on. key: the pooled keys, `(batch, rows, kv_heads, head_dim)`, one row for each run of tokens that the
+        subclass pools, such as a block.
         """
         raise NotImplementedError
 
     def _layout(self, chosen: Tensor, seq_len: int) -> BlockLayout:
-        """Return the causal layout in which each run of `query_block` queries sees its `chosen` blocks (`_choose`)."""
-        size = self.query_block, self.block_size
-        return BlockLayout.from_topk(chosen, size, seq_len=seq_len, is_causal=True)
+        """Return the causal layout in which each run of `query_block` queries sees its `chosen` blocks (`_choose`).
+
+        The queries of block i see min(i + 1, blocks per list) blocks. So sizes follow from seq_len alone, and a graph
+        can hold the layout.
+        """
+        runs, most, each = chosen.shape[2], chosen.shape[3], self.block_size // self.query_block
+        ordered = chosen.sort(-1).values  # -1 first
+        fewer = [ordered[:, :, i * each : (i + 1) * each, most - 1 - i :].flatten(2) for i in range(most - 1)]
+        indices = torch.cat([*fewer, ordered[:, :, max(0, most - 1) * each :].flatten(2)], 2)
+        counts = (torch.arange(runs, device=chosen.device) // each + 1).clamp(max=most)
+        grid = BlockGrid.of(seq_len, (self.query_block, self.block_size), True)
+        return BlockLayout._of(grid, (counts.expand(chosen.shape[:3]), indices.flatten()))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, seq_len: int) -> Tensor:
         options: dict[str, Any] = {}
