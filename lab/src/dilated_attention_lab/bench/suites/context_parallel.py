@@ -34,8 +34,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         Step("a mesh of one rank", partial(_single, replace(case, seq_len=8192), 2 * rounds)),
     ]
     found += [Step(f"{number} processes", partial(_scaling, case, number, rounds)) for number in (2, 4)]
-    selecting = Case(method="dense", seq_len=tokens if quick else 131_072, heads=4, is_causal=True)
-    found.append(Step("native sparse attention in 8 processes", partial(_selecting, selecting, 1 if quick else 3)))
+    selecting = Case(method="dense", seq_len=tokens if quick else 131_072, heads=2, is_causal=True)
+    found.append(Step("native sparse attention in 8 processes", partial(_selecting, selecting, rounds=1)))
     return [*found, Step(f"a link of {MEGABITS} Mbit/s", partial(_overlap, _case(16384, 4, heads=4), rounds))]
 
 
