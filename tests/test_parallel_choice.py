@@ -79,7 +79,7 @@ def run_choices(is_causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "is_causal"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("size", "is_causal"), [(3, False), (5, True)])
 def test_choices_over_a_mesh_are_those_of_one_device(size, is_causal):
     ranks = processes.run(size, run_choices, is_causal)
     for name, kind in ranks[0]:

@@ -84,7 +84,7 @@ class BlockAttentionMixture(SelectingAttention):
         else:
             with torch.no_grad():
                 mean = sums_of_blocks(self._means, k, self.block_size, self.block_size, edges, rank, self.mesh)
-        chosen = self._chosen(q, mean, edges, edges[rank])
+        chosen = self._chosen(q, mean, edges, rank)
         if cache is not None:
             for name, rows in (("keys", k), ("values", v), ("means", mean)):
                 cache.append(name, rows)

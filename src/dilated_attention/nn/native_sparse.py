@@ -20,7 +20,7 @@ from dilated_attention.nn.selection import (
     SelectionCache,
     tables_at,
 )
-from dilated_attention.parallel.choosing import gathered, sums_of_blocks
+from dilated_attention.parallel.choosing import gathered, sums_of_blocks, whole_blocks
 from dilated_attention.patterns import Dilated, layout_for
 
 
@@ -42,7 +42,7 @@ class BlockPooling(nn.Module):
 
     def number(self, seq_len: int) -> int:
         """Return the number of whole blocks in a sequence of `seq_len` rows."""
-        return max(0, (seq_len - self.length) // self.stride + 1)
+        return whole_blocks(seq_len, self.length, self.stride)
 
     def forward(
         self, x: Float[Tensor, "batch seq kv_heads head_dim"]
@@ -183,7 +183,7 @@ class NativeSparseAttention(SelectingAttention):
             value = self.value_pooling(pooled_v)
         else:
             key, value = self._compressed_over_mesh(pooled_k, pooled_v, rotary, edges, rank)
-        chosen = self._chosen(q, key, edges, start)
+        chosen = self._chosen(q, key, edges, rank)
         layout = self._layout(chosen, seq_len)
         outs = [
             self._attend_compressed(q, key, value, start),

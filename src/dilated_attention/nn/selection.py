@@ -361,17 +361,18 @@ class SelectingAttention(nn.Module):
             rest[at] = [rotate(k, rotary[-2:]) for k in rest[at]]
         return q, rest
 
-    def _chosen(self, q: Tensor, key: Tensor, edges: list[int], start: int) -> Tensor:
+    def _chosen(self, q: Tensor, key: Tensor, edges: list[int], rank: int) -> Tensor:
         """Return the blocks that each choosing query sees, `(batch, lists, choosing queries, blocks)`, -1: none.
 
         Every `query_block`-th token chooses. Over a mesh each rank chooses for its own queries, and all ranks get all
         lists.
 
         Args:
-            q: the queries of this rank's tokens, which begin at position `start`.
+            q: the queries of this rank's tokens.
             key: the pooled keys of the whole sequence, see `_importance`.
-            edges: rank i holds tokens [edges[i], edges[i + 1]).
+            edges, rank: from `_edges`. Rank i holds tokens [edges[i], edges[i + 1]).
         """
+        start = edges[rank]
         first = -start % self.query_block
         if self.mesh is None:
             return self._choose(q[:, first :: self.query_block], start + first, key)

@@ -90,6 +90,11 @@ def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) 
     return rows.movedim(0, dim)
 
 
+def whole_blocks(tokens: int, length: int, stride: int) -> int:
+    """Return the number of blocks [i * stride, i * stride + length) that end within the first `tokens` tokens."""
+    return max(0, (tokens - length) // stride + 1)
+
+
 def sums_of_blocks(
     of: Callable[[Tensor], Tensor], x: Tensor, length: int, stride: int, edges: Sequence[int], rank: int, mesh: Mesh
 ) -> Tensor:
@@ -103,9 +108,9 @@ def sums_of_blocks(
         of: from `(batch, tokens, ...)`, the tokens of n blocks, to `(batch, n, ...)`; without tokens, n = 0.
         x: the tokens [edges[rank], edges[rank + 1]), `(batch, shard, ...)`; `edges[-1]` is the length of the sequence.
     """
-    number = max(0, (edges[-1] - length) // stride + 1)
+    number = whole_blocks(edges[-1], length, stride)
     touched = [
-        range(max(0, (first - length) // stride + 1), min(number, -(-last // stride)) if last > first else 0)
+        range(whole_blocks(first, length, stride), min(number, -(-last // stride)) if last > first else 0)
         for first, last in pairwise(edges)
     ]
     own = touched[rank]

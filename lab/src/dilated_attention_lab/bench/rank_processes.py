@@ -198,8 +198,8 @@ def _ring(case: Case, rounds: int) -> dict[str, Any]:
 def _selecting(case: Case, rounds: int) -> dict[str, Any]:
     """Time a forward and backward of native sparse attention over the same sequence on rank 0 alone, and on all ranks.
 
-    Return for every round the processor seconds of the one (`alone`), and of the ranks' threads the `mean` and the
-    `most`. They do not count waiting, so that there may be more ranks than cores.
+    Return the processor seconds of each round: `alone`, and the `mean` and the `most` over the ranks. Waiting does not
+    count, so there may be more ranks than cores.
     """
     mesh, width = dist.group.WORLD, case.heads * case.head_dim
     assert mesh is not None
