@@ -105,7 +105,7 @@ class _Branched(_Term):
         head_dim, seq_len = checks.positive("head_dim", head_dim), checks.positive("seq_len", seq_len)
         checks.boolean("is_causal", is_causal)
         plan = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal)
-        return 4 * head_dim * sum(group.entries() for group in plan.groups)
+        return 4 * head_dim * plan.entries
 
     def plot(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from dilated_attention.cache import plan_cache
@@ -112,7 +113,7 @@ class Part(NamedTuple):
     first: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Hold the groups of one pattern at one sequence length.
 
@@ -126,6 +127,11 @@ class Plan:
     groups: tuple[StridedGroup, ...]
     covered: bool
     square: bool
+
+    @cached_property
+    def entries(self) -> int:
+        """Return the score entries of all groups in one sample, counted as in `StridedGroup.entries`."""
+        return sum(group.entries() for group in self.groups)
 
     @property
     def nbytes(self) -> int:

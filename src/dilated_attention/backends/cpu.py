@@ -43,8 +43,8 @@ few, large jobs, so threads may idle at the end.
 """
 
 
-LEAST_KEYS = {torch.float32: (24, 24, 128), torch.bfloat16: (8, 8, 8), torch.float16: (8, 8, 8)}
-LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: (24, 24, 512)}
+LEAST_KEYS = {torch.float32: (1, 24, 128), torch.bfloat16: (1, 8, 8), torch.float16: (1, 8, 8)}
+LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: (1, 24, 512)}
 """The fewest keys per query, with full segments, for which `auto` chooses this backend.
 
 LEAST_KEYS is for a head_dim of up to 64, LEAST_KEYS_WIDE for a larger one. The three entries are for processors with
@@ -311,7 +311,7 @@ class _Arguments:
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
-        entries = sum(group.entries() for group in problem.plan.groups) * ratio * batch
+        entries = problem.plan.entries * ratio * batch
         self.layouts, self.dtype, self.type = problem.layouts, q.dtype, TYPES[q.dtype]
         self.call = _Call(
             B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=problem.scale,
