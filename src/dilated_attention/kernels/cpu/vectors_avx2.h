@@ -85,7 +85,12 @@ inline Halves narrowed(Integers x) {
   return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }
 inline Lanes bfloat16_to_floats(Halves x) { return floats(shift_left(widened(x), 16)); }
-inline Lanes float16_to_floats(Halves x) { return _mm256_cvtph_ps(x); }
+inline Lanes float16_to_floats(Halves x) {
+#ifdef __clang__
+  asm("" : "+x"(x));  // Clang 14 would take halves from two branches apart into eight numbers
+#endif
+  return _mm256_cvtph_ps(x);
+}
 inline Halves round_to_float16(Lanes x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Lanes load(const Float32 *x, int64_t n) {
   return n >= WIDTH ? _mm256_loadu_ps(&x->bits) : _mm256_maskload_ps(&x->bits, first_lanes(n));
