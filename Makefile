@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # The variables reach the isolated build environment too, which -c does not (PIP_BUILD_CONSTRAINT from pip 25.3 on).
 INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo compare test quick check guard words docs pictures format install clean
+.PHONY: help demo compare test quick thorough check guard words docs pictures format install clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -25,12 +25,16 @@ demo: $(VENV)/installed ## recall over 32,768 tokens and a model of real text, i
 compare: $(VENV)/installed ## every variant in one table, an hour; ARGS=--quick takes 2 minutes
 	$(BIN)/python -m dilated_attention compare $(ARGS)
 
+MARKS := not thorough
 # One thread a process: the workers already fill the cores.
 test: $(VENV)/installed-dev ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '$(MARKS)' $(ARGS)
 
-quick: ARGS += -m 'not slow'
+quick: MARKS := not slow and not thorough
 quick: test ## run the tests that take seconds, in 5 minutes on two cores
+
+thorough: MARKS := thorough
+thorough: test ## run what `make test` leaves out: more shapes, ranks, GPUs and frameworks
 
 check: $(VENV)/installed-dev ## format check, lint, types, words, documents, guard and tests: what CI runs
 	$(BIN)/ruff format --check

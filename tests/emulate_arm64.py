@@ -49,7 +49,9 @@ def main() -> int:
         build = [sys.executable, "-m", "dilated_attention.kernels.cpu"]
         subprocess.run(build, cwd=folder, env=environment, check=True)
         library = f"{folder}/src/dilated_attention/kernels/cpu/kernels.so"
-        command = [COMPILER, "-std=c++17", "-O2", "tests/emulated_arm64.cpp", library, "-ldl", "-o", "server"]
+        # --no-as-needed: the server finds the library's functions by name, which a linker does not see.
+        command = [COMPILER, "-std=c++17", "-O2", "tests/emulated_arm64.cpp", "-Wl,--no-as-needed", library, "-ldl"]
+        command += ["-o", "server"]
         subprocess.run(command, cwd=folder, check=True)
         return max([run(processor, further, folder, environment) for processor in processors])
 

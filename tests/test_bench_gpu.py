@@ -347,6 +347,7 @@ def test_last_rows_are_their_own():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 def test_in_the_interpreter():
     in_a_child_process(f"{__file__}::TestInterpreted")

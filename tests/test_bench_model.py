@@ -41,6 +41,7 @@ def test_a_larger_cache_exceeds_its_bound(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_peak_memory_of_a_call():
     held = measure.peak_above_now(lambda: torch.ones(30, 2**20).sum(), CPU)
     assert 0.95 * 30 * 2**22 <= held < 1.3 * 30 * 2**22

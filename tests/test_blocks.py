@@ -267,7 +267,7 @@ def test_layouts_in_float32(call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_size", [(16, 16), (16, 32)])
+@pytest.mark.parametrize("block_size", [(16, 32), pytest.param((16, 16), marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_query_blocks_as_far_apart_as_their_key_blocks_are_merged(block_size, is_causal, monkeypatch):
     monkeypatch.setattr(block_groups, "_LONG_ROWS", (96, 64))

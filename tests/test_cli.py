@@ -286,6 +286,7 @@ def test_generate_takes_a_run(capsys, tmp_path, text, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_control_c_in_a_terminal(tmp_path, text):
     """The process itself: Ctrl-C ends with 130 and a checkpoint, which --resume ends to the losses of a whole run."""
     words = [word for item in {**SIZE, "--context": 64, "--steps": 200, "--sample": 0}.items() for word in item]

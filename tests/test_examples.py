@@ -122,7 +122,7 @@ def test_context_parallel(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["1", "2"])
+@pytest.mark.parametrize("context", [pytest.param("1", marks=pytest.mark.thorough), "2"])
 def test_context_parallel_fsdp2(context, tmp_path):
     (tmp_path / "run.py").write_text(THEN_NO_END)
     text = torchrun(2, tmp_path / "run.py", FOLDER / "context_parallel_fsdp2.py", context)
@@ -136,6 +136,7 @@ def train_on_a_mesh(*axes: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_data_context_tensor():
     answers = processes.run(8, train_on_a_mesh, 2, 2, 2)
     assert len({loss for loss, _ in answers}) == 1
@@ -157,16 +158,19 @@ def losses_of_one_process() -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_accelerate_context(tmp_path):
     check_trainer("accelerate_context", NO_REDUCER_AT_THE_END + THEN_NO_GLOO, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_lightning_context(tmp_path):
     check_trainer("lightning_context", NO_REDUCER_AT_THE_END + THEN_NO_GLOO, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed is a test dependency on Linux only")
 def test_deepspeed_context(tmp_path):
     check_trainer("deepspeed_context", NO_COMPILER + THEN_NO_END, tmp_path)

@@ -110,27 +110,28 @@ def dilated(seq_len, kv_heads, w, r, **options):
     return plan_dilated(w, r, table, seq_len), table
 
 
+thorough = pytest.mark.thorough
+
 # ---- in child processes
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize(
-    "names",
+    ("marks", "names"),
     [
-        ("TestDilated",),
-        ("TestTypes", "TestGroups", "TestBlocks"),
-        ("TestDropout", "TestNotFinite"),
-        ("TestWindows", "TestSoftcap"),
+        ("not thorough", ("TestDilated", "TestTypes", "TestGroups", "TestBlocks")),
+        ("not thorough", ("TestDropout", "TestNotFinite", "TestWindows", "TestSoftcap")),
+        pytest.param("thorough", ("TestDropout", "TestNotFinite", "TestWindows", "TestSoftcap"), marks=thorough),
     ],
     ids=str,
 )
-def test_in_the_interpreter(names):
-    in_a_child_process(*(f"{__file__}::{name}" for name in names))
+def test_in_the_interpreter(marks, names):
+    in_a_child_process("-m", marks, *(f"{__file__}::{name}" for name in names))
 
 
-def in_a_child_process(*tests):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *tests]
+def in_a_child_process(*words):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *words]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stdout + child.stderr
@@ -499,7 +500,15 @@ class TestBlocks:
 
 @interpreted
 class TestDropout:
-    @pytest.mark.parametrize("name", ["causal", "packed", "hidden keys", "phantoms", "blocks inside dilation"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "causal",
+            "hidden keys",
+            "blocks inside dilation",
+            *(pytest.param(x, marks=thorough) for x in ("packed", "phantoms")),
+        ],
+    )
     def test_the_choice_is_every_backend_s(self, name):
         inputs = test_dropout.tensors(torch.float32)
         call = test_dropout.CALLS[name]
@@ -521,7 +530,7 @@ class TestDropout:
 
 @interpreted
 class TestWindows:
-    @pytest.fixture(autouse=True, params=[(16, 32), (32, 16)], ids=str)
+    @pytest.fixture(autouse=True, params=[(16, 32), pytest.param((32, 16), marks=thorough)], ids=str)
     def small_tiles(self, request, monkeypatch):
         shapes = dict.fromkeys(ARCHITECTURES["interpreter"].shapes, (Shape(*request.param, 1, 1),) * 3)
         monkeypatch.setitem(ARCHITECTURES, "interpreter", Architecture(shapes))
@@ -604,7 +613,7 @@ class TestSoftcap:
         options = {"is_causal": True, "layouts": {100: lists}, "softcap": 0.5}
         check(tensors(1, 100, 2, 2, 16), [plan], lists.dense_mask()[0].int().expand(2, -1, -1), **options)
 
-    @pytest.mark.parametrize("scale", [-0.7, 1e30])
+    @pytest.mark.parametrize("scale", [-0.7, pytest.param(1e30, marks=thorough)])
     def test_windows_masks_and_dropout(self, scale):
         q, k, v = tensors(1, 100, 4, 2, 16)
         errors = test_windows.errors_of_capped_windows("triton", q, k, v, scale)
@@ -626,11 +635,11 @@ class TestSoftcap:
 @interpreted
 class TestNotFinite:
     @pytest.mark.parametrize("name", "qkv")
-    @pytest.mark.parametrize("number", [math.nan, math.inf])
+    @pytest.mark.parametrize("number", [math.nan, pytest.param(math.inf, marks=thorough)])
     def test_what_sees_it(self, name, number):
         test_bad_input.test_nan_and_inf_pass_through(name, number, "triton", torch.float32)
 
-    @pytest.mark.parametrize(("number", "is_causal"), [(math.nan, False), (math.inf, True)])
+    @pytest.mark.parametrize(("number", "is_causal"), [pytest.param(math.nan, False, marks=thorough), (math.inf, True)])
     def test_hidden_keys(self, number, is_causal):
         test_bad_input.test_a_hidden_key_reaches_nothing(number, is_causal, "triton", torch.float32)
 

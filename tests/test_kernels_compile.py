@@ -59,6 +59,10 @@ EVERY_KERNEL = [
     for kernel in KERNELS
     for call in calls
 ]
+AMONG_ALL_TESTS = [
+    *(Variant("sm_90", kernel, 128, "bf16", "causal") for kernel in KERNELS),
+    Variant("gfx942", "forward", 128, "bf16", "causal"),
+]
 ONE_KERNEL = [
     Variant("sm_90", "forward", 24, "bf16", "dropout"),
     Variant("sm_90", "dkdv", 96, "bf16", "grouped"),
@@ -90,6 +94,8 @@ def case(variant: Variant):
     of_others = SPILLED_BY_TRITON_3_9 if installed >= Version("3.9") else SPILLED_BY_TRITON_3_4
     if variant in of_others and installed not in THAT_SHIP:
         marks.append(pytest.mark.xfail(reason=f"Triton {installed} spills {of_others[variant]} bytes", strict=True))
+    if variant not in AMONG_ALL_TESTS:
+        marks.append(pytest.mark.thorough)
     if variant.target.startswith("gfx") and installed < Version("3.6"):
         marks.append(pytest.mark.skip(reason=f"Triton {installed} brings no linker for ROCm"))
     return pytest.param(variant, id=f"{variant.target} {variant.kernel} {variant.head_dim} {variant.call}", marks=marks)
@@ -181,7 +187,10 @@ CALLS_OF_THE_BACKEND = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS_OF_THE_BACKEND)
+@pytest.mark.parametrize(
+    "call",
+    ["blocks", *(pytest.param(x, marks=pytest.mark.thorough) for x in CALLS_OF_THE_BACKEND if x != "blocks")],
+)
 def test_calls_bind_their_arguments(compiled, call):
     options = {"scale": 0.1} | CALLS_OF_THE_BACKEND[call]
     w, r = ((1024,), (1,)) if "layouts" in options else ((256, 1024), (1, 2))

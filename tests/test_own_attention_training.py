@@ -119,12 +119,19 @@ masks[1, 0, :21] = 0
 """Masks with padding on the left: without attention_mask, transformers takes a traced batch for packed samples."""
 
 
+some_families = pytest.mark.parametrize(
+    "families", [("mistral", "modernbert"), pytest.param(("gemma3", "llama4"), marks=pytest.mark.thorough)], ids=str
+)
+
+
 @pytest.mark.slow
-def test_compiles_in_one_graph(fresh_python):
+@some_families
+def test_compiles_in_one_graph(families, fresh_python):
     fresh_python(
-        _TRACED
+        f"families = {families}\n"
+        + _TRACED
         + """
-for family in ("mistral", "gemma3", "modernbert", "llama4"):
+for family in families:
     torch._dynamo.reset()
     model = build(family, "dilated_attention")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -137,12 +144,14 @@ for family in ("mistral", "gemma3", "modernbert", "llama4"):
 
 
 @pytest.mark.slow
-def test_exports(fresh_python):
+@some_families
+def test_exports(families, fresh_python):
     """A program exported with one mask computes the model with another; the number of tokens is fixed."""
     fresh_python(
-        _TRACED
+        f"families = {families}\n"
+        + _TRACED
         + """
-for family in ("mistral", "gemma3", "modernbert", "llama4"):
+for family in families:
     model = build(family, "dilated_attention")
     more = {} if family == "modernbert" else {"use_cache": False}
     exported = torch.export.export(model, (), {"input_ids": tokens, "attention_mask": masks[0], **more}).module()

@@ -36,7 +36,7 @@ from dilated_attention.patterns import Dilated
 from tolerances import TOLERANCE, relative_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-WORLDS = [(2, False), (3, True), (3, False), (8, True)]
+WORLDS = [(2, False), (3, True), *(pytest.param(*x, marks=pytest.mark.thorough) for x in [(3, False), (8, True)])]
 DTYPES = (torch.float64, torch.float32)
 
 
@@ -444,7 +444,7 @@ def compose():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.thorough)])
 def test_composes(size: int) -> None:
     for answers in processes.run(size, compose):
         assert all(answers.values()), answers

@@ -176,7 +176,7 @@ def run_modules():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.thorough)])
 def test_modules_over_a_mesh_are_those_of_one_device(size):
     ranks = processes.run(size, run_modules)
     for name in MODULES:

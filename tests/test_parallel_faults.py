@@ -103,7 +103,9 @@ def suffer(transport: str, phase: str, fault: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("fault", ["killed", "frozen", "absent"])
+@pytest.mark.parametrize(
+    "fault", ["killed", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("frozen", "absent"))]
+)
 def test_survivors_of_a_lost_rank_say_so_in_time(fault: str, phase: str) -> None:
     worlds = {t: processes.World(SIZE, suffer, t, phase, fault, timeout=TIMEOUT) for t in TRANSPORTS}
     for transport, world in worlds.items():

@@ -152,6 +152,7 @@ CASE = Case(method="dilated", seq_len=512, segment_lengths=(64, 512), dilation_r
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_several_processes_measure() -> None:
     single = rank_processes.measure("single", CASE, 1, rounds=2)
     assert single["transfers"] == 0

@@ -84,7 +84,7 @@ def run(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", [0, *(pytest.param(x, marks=pytest.mark.thorough) for x in (20, 40))])
 def test_random_sequences(first):
     for seed in range(first, first + 20):
         run(seed)

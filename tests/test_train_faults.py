@@ -62,7 +62,10 @@ def signal_in_step(number: int, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "culprit"), [("SIGKILL", 1), ("SIGSTOP", 1), ("SIGKILL", 0)])
+@pytest.mark.parametrize(
+    ("fault", "culprit"),
+    [("SIGKILL", 1), *(pytest.param(*x, marks=pytest.mark.thorough) for x in [("SIGSTOP", 1), ("SIGKILL", 0)])],
+)
 def test_a_lost_rank_is_named(fault: str, culprit: int, text: Path) -> None:
     before = {culprit: functools.partial(signal_in_step, getattr(signal, fault), 4)}
     commands = processes.Commands(text.parent, [words(text)] * 3, before)
@@ -77,6 +80,7 @@ def test_a_lost_rank_is_named(fault: str, culprit: int, text: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_lost_rank_is_named_soon_after_sigterm_though_the_others_hang(text: Path) -> None:
     """torchrun sends SIGTERM when a rank has died, and SIGKILL 30 s later: no time for the timeout."""
     before = {1: functools.partial(signal_in_step, signal.SIGSTOP, 2)}

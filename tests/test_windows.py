@@ -560,7 +560,9 @@ def check_ranks(calls, answers):
                 assert moved.bytes_received == plan.bytes_received + plan.backward_bytes_received, (case, transport)
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [3, *(pytest.param(x, marks=[pytest.mark.slow, pytest.mark.thorough]) for x in (4, 7))]
+)
 def test_random_calls_over_ranks_equal_one_device_and_move_the_bytes_of_the_formula(size):
     calls = list(sharded_calls(size, 60))
     check_ranks(calls, processes.run(size, over_ranks, calls))
