@@ -111,6 +111,7 @@ def dilated(seq_len, kv_heads, w, r, **options):
 
 
 thorough = pytest.mark.thorough
+WITH_THOROUGH_TESTS = "TestDropout", "TestNotFinite", "TestWindows", "TestSoftcap"
 
 # ---- in child processes
 
@@ -121,8 +122,8 @@ thorough = pytest.mark.thorough
     ("marks", "names"),
     [
         ("not thorough", ("TestDilated", "TestTypes", "TestGroups", "TestBlocks")),
-        ("not thorough", ("TestDropout", "TestNotFinite", "TestWindows", "TestSoftcap")),
-        pytest.param("thorough", ("TestDropout", "TestNotFinite", "TestWindows", "TestSoftcap"), marks=thorough),
+        ("not thorough", WITH_THOROUGH_TESTS),
+        pytest.param("thorough", WITH_THOROUGH_TESTS, marks=thorough),
     ],
     ids=str,
 )

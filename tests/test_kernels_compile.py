@@ -59,7 +59,7 @@ EVERY_KERNEL = [
     for kernel in KERNELS
     for call in calls
 ]
-AMONG_ALL_TESTS = [
+IN_MAKE_TEST = [
     *(Variant("sm_90", kernel, 128, "bf16", "causal") for kernel in KERNELS),
     Variant("gfx942", "forward", 128, "bf16", "causal"),
 ]
@@ -94,7 +94,7 @@ def case(variant: Variant):
     of_others = SPILLED_BY_TRITON_3_9 if installed >= Version("3.9") else SPILLED_BY_TRITON_3_4
     if variant in of_others and installed not in THAT_SHIP:
         marks.append(pytest.mark.xfail(reason=f"Triton {installed} spills {of_others[variant]} bytes", strict=True))
-    if variant not in AMONG_ALL_TESTS:
+    if variant not in IN_MAKE_TEST:
         marks.append(pytest.mark.thorough)
     if variant.target.startswith("gfx") and installed < Version("3.6"):
         marks.append(pytest.mark.skip(reason=f"Triton {installed} brings no linker for ROCm"))

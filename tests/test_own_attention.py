@@ -81,8 +81,8 @@ def _in_float64(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _assert_close(eager: Tensor, actual: Tensor, *others: Tensor) -> None:
-    """Assert that a result is eager mode's to 1e-5 of the largest value, beyond what the rounding of others, which
-    compute the same, differs by."""
+    """Assert that a result is within 1e-5 of eager mode's largest value, plus twice the largest distance between eager
+    mode and `others`, which round otherwise."""
     expected, actual, *others = (x.detach() for x in (eager, actual, *others))
     rounding = max(float((expected - x).abs().max()) for x in others)
     scale = max(float(expected.abs().max()), 1.0)
@@ -103,7 +103,7 @@ def test_equals_eager(family):
     if family == "diffusion_gemma":  # gradients of up to 2,000: eager's are as far from float64's as ours
         models = *models, _in_float64(models[0])
     outputs = [_output(model, input_ids=tokens) for model in models]
-    _assert_close(*outputs)
+    _assert_close(*outputs[:3])
     weights = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(2))
     for output in outputs:
         (output * weights).sum().backward()
@@ -116,7 +116,7 @@ def test_equals_eager(family):
     with torch.no_grad():
         for mask in _masks():
             outputs = [_output(model, input_ids=tokens, attention_mask=mask) for model in models]
-            _assert_close(*(x[mask.bool()] for x in outputs))
+            _assert_close(*(x[mask.bool()] for x in outputs[:3]))
 
 
 @pytest.mark.parametrize("family", OTHERS)
