@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 
 from conformance import band_of, random_calls
-from dilated_attention import Dilated
+from dilated_attention import BlockLayout, Dilated
 from dilated_attention.parallel import exchange_plan
+from dilated_attention.parallel.block_partition import problem
 from dilated_attention.parallel.partition import (
     Sharding,
     balanced_bounds,
@@ -235,6 +236,19 @@ def test_counts_need_no_tables() -> None:
     sharding = Sharding(Branches((1 << 30,), (1,), ((0, 0),)), balanced_bounds(1 << 30, 8192), False)
     assert rows_from(sharding, 17).sum() == 2 * ((1 << 30) - (1 << 17))
     assert rows_to(sharding, 17).sum() == 8191 * 2 << 17
+
+
+@pytest.mark.parametrize("block_size", [8, (8, 16), (16, 8)])
+def test_a_part_of_a_window_has_the_queries_that_reach_its_keys(block_size) -> None:
+    """The other queries of the shard would be copied, attended and merged for nothing."""
+    layout = BlockLayout.local(128, window=16, block_size=block_size, is_causal=True)
+    sharding = Sharding(Dilated((128,), (1,)).branches(2), (0, 64, 128), True, None, (layout,))
+    (crossing,) = crossings(sharding, 1)
+    part = problem(sharding, 1, crossing, [(0, 64)], torch.device("cpu"))
+    shown = layout.dense_blocks()[0, 0].repeat_interleave(layout.q_block, 0).repeat_interleave(layout.k_block, 1)
+    reaching = shown[64:128, :64].any(1).nonzero().flatten().tolist()
+    assert range(64)[part.queries.tokens] == range(reaching[0], reaching[-1] + 1)
+    assert len(reaching) < 64
 
 
 @pytest.mark.parametrize(("field", "edges"), [("bounds", (0, 5, 3, 10)), ("bounds", (1, 10)), ("samples", (0, 4, 9))])

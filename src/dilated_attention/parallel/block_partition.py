@@ -164,7 +164,7 @@ class BlockQueries:
     """Hold the queries of a block-sparse problem, and which of its keys they see.
 
     The problem is over a short sequence: the blocks of a crossing segment that hold its queries or their listed keys,
-    in order. Its queries are the shard's tokens in the crossing segment.
+    in order. Its queries are a run of the shard's tokens in the crossing segment.
 
     Attributes:
         layout: over the short sequence, the lists of the rank's own query blocks; other query blocks list nothing.
@@ -177,13 +177,13 @@ class BlockQueries:
 
     layout: BlockLayout
     heads: tuple[int, ...]
-    tokens: Tensor
-    positions: Tensor
+    tokens: slice
+    positions: slice
     hidden: Tensor | None
 
     @property
     def nbytes(self) -> int:
-        return 16 * len(self.tokens) + self.layout.nbytes
+        return self.layout.nbytes
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,8 @@ def problem(
 ) -> BlockProblem | None:
     """Return the block-sparse problem of a rank's queries in `crossing` over their listed keys in the ranges `tokens`.
 
-    `tokens`: ranges [start, stop) of the whole sequence. None if the lists of these queries name no key in them.
+    `tokens`: ranges [start, stop) of the whole sequence. None if the lists of these queries name no key in them. The
+    problem has no query blocks before the first one that lists such a key, nor after the last.
     """
     layout, own = sharding.layout(len(crossing.keys)), _rows_of(crossing, crossing.own)
     wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]
@@ -246,7 +247,14 @@ def problem(
     if not len(key_blocks):
         return None
     kept = np.isin(blocks, key_blocks)
+    lists, blocks = lists[kept], blocks[kept]
+    group, number = np.divmod(lists, len(query_blocks))  # (batch element and head), and which query block
+    first, last = int(number.min()), int(number.max()) + 1
+    lists, query_blocks = group * (last - first) + number - first, query_blocks[first:last]
     shrunk = _Shrunk(layout, query_blocks, key_blocks)
+    start = max(own[0], int(query_blocks[0]) * layout.q_block)
+    stop = min(own[1], int(query_blocks[-1] + 1) * layout.q_block)
+    mine, at = crossing.own[start - own[0] : stop - own[0]], int(shrunk.place(np.array([start]))[0])
 
     hidden, listed = np.zeros(shrunk.size, dtype=bool), _rows_in(key_blocks, layout.k_block)
     until = own[1] if layout.is_causal else layout.seq_len  # the diagonal masks later rows
@@ -255,13 +263,12 @@ def problem(
     for heads, rows in _needed(sharding, crossing, own, wanted):
         keys.append(_keys(sharding, crossing, heads, rows))
         slots.append(cells(shrunk.place(rows), np.searchsorted(crossing.heads, heads), count))
+    shard = sharding.shard(rank)[0]
     queries = BlockQueries(
-        shrunk.layout(len(listing), lists[kept], blocks[kept]).to(device),
+        shrunk.layout(len(listing), lists, blocks).to(device),
         crossing.heads,
-        torch.arange(len(crossing.own), device=device) * crossing.own.step
-        + crossing.own.start
-        - sharding.shard(rank)[0],
-        torch.from_numpy(shrunk.place(np.arange(*own))).to(device),
+        slice(mine.start - shard, mine.stop - shard, mine.step),
+        slice(at, at + len(mine)),
         torch.from_numpy(hidden).to(device) if hidden.any() else None,
     )
     plan = plan_dilated((shrunk.size,), (1,), ((0,) * count,), shrunk.size)  # one segment with all rows

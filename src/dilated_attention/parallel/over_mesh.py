@@ -223,7 +223,7 @@ class _Compute:
         (q,), rows = self._rows(part.queries, self.q), part.queries.positions
         found = run(problem, q, part.keys, part.values)
         index = self._index(part.queries)
-        merged = [x[index] for x in state]
+        merged = [x[index] for x in state]  # views; copies if the part has some heads only
         merge_into(*merged, *(x[:, rows] for x in found))
         for x, value in zip(state, merged, strict=True):
             x[index] = value
@@ -252,17 +252,21 @@ class _Compute:
     def _index(self, queries: BlockQueries) -> tuple[Any, ...]:
         """Return the index (batch, tokens, query heads) of these queries in the shard's q, out, lse and gradients."""
         heads = [head * self.ratio + i for head in queries.heads for i in range(self.ratio)]
-        return slice(None), queries.tokens[:, None], torch.tensor(heads, device=self.q.device)
+        every = heads == list(range(self.q.shape[2]))  # indexing is then a view
+        return slice(None), queries.tokens, slice(None) if every else torch.tensor(heads, device=self.q.device)
 
     def _rows(self, queries: BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """Copy these queries' rows of each of the shard's tensors into a tensor over the sequence of `queries.layout`.
+        """Return these queries' rows of each of the shard's tensors, as a tensor over the sequence of `queries.layout`.
 
-        They lie at `queries.positions`. The other rows of that sequence are `fill`.
+        They lie at `queries.positions`. The other rows of that sequence are `fill`. Without other rows the result may
+        be a view.
         """
-        index, made = self._index(queries), []
+        index, size, made = self._index(queries), queries.layout.seq_len, []
         for x in tensors:
-            rows = x.new_full((x.shape[0], queries.layout.seq_len, len(index[2]), *x.shape[3:]), fill)
-            rows[:, queries.positions] = x[index]
+            rows = x[index]
+            if rows.shape[1] < size:
+                rows = x.new_full((len(x), size, *rows.shape[2:]), fill)
+                rows[:, queries.positions] = x[index]
             made.append(rows)
         return made
 

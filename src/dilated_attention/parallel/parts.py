@@ -27,8 +27,8 @@ class Part:
 
     Attributes:
         queries: the queries and their layout, if the queries are not simply all rows of the shard; else None.
-        tokens: `(rows, heads)`, the global token of each key, for the key mask and dropout; None: the shard's tokens.
-            Not read if `queries` is given: block layouts over a mesh have neither mask nor dropout.
+        tokens: `(rows, heads)`, the global token of each key, for the key mask and dropout; None: the shard's tokens,
+            or `queries` is given: block layouts over a mesh have neither mask nor dropout.
     """
 
     keys: Tensor
@@ -63,49 +63,29 @@ def locate(held: Integers, wanted: Integers) -> Integers:
     return where
 
 
-def _keys_and_values(slots: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """View slots `(rows * heads, 2, batch, head_dim)` as keys and values, `(batch, rows, heads, head_dim)` each.
-
-    Slot row * heads + head holds the key and the value of this row and head.
-    """
-    both = slots.unflatten(0, (-1, heads)).permute(2, 3, 0, 1, 4)
-    return both[0], both[1]
-
-
-def _slot_rows(gradients: Gradients) -> list[Tensor]:
-    """Return the gradients of keys and of values by slot, `(rows * heads, batch, head_dim)` each.
-
-    Slots are numbered as in `_keys_and_values`, which this reverses.
-    """
-    return [gradient.permute(1, 2, 0, 3).flatten(0, 1) for gradient in gradients]
-
-
 @dataclass(frozen=True)
 class Gather:
-    """Say how a part's keys and values are made from a buffer of rows.
-
-    A slot is a place in the part's key tensor, numbered row * heads + head.
+    """Say how a part's keys and values are made from rows, `(rows, batch, head_dim)` for keys and for values.
 
     Attributes:
-        index: the buffer row of each slot, int64; 0 for an empty slot.
+        index: the row of each slot, int64; 0 for an empty slot.
         filled, holes: the slots that hold a row, and the empty ones; None if no slot is empty.
-        tokens: `(rows, heads)`, the global token of each key.
-        queries: the queries and their layout, if they are not simply all rows of the shard; else None.
+        tokens, queries: as in `Part`.
     """
 
     plan: Plan
     index: Tensor
     filled: Tensor | None
     holes: Tensor | None
-    tokens: Tensor
+    tokens: Tensor | None
     queries: BlockQueries | None
 
     @classmethod
-    def of(cls, remote: Remote, held: Integers, positions: Integers, device: torch.device) -> Gather:
-        """Make the tables for a buffer whose row `positions[i]` has the row key `held[i]`, token * kv_heads + head."""
+    def of(cls, remote: Remote, rows: Integers, device: torch.device) -> Gather:
+        """Make the tables of a part whose key `remote.keys[i]` lies in row `rows[i]`."""
         heads = remote.plan.num_heads
         index, tokens = np.zeros((2, remote.rows * heads), dtype=np.int64)
-        index[remote.slots], tokens[remote.slots] = positions[locate(held, remote.keys)], remote.keys // heads
+        index[remote.slots], tokens[remote.slots] = rows, remote.keys // heads
         queries = remote.queries if isinstance(remote, BlockProblem) else None
         filled, empty = remote.slots, np.delete(np.arange(len(index)), remote.slots)
         return cls(
@@ -113,7 +93,7 @@ class Gather:
             on_device(index, device),
             on_device(filled, device) if len(empty) else None,
             on_device(empty, device) if len(empty) else None,
-            on_device(tokens, device).view(-1, heads),
+            on_device(tokens, device).view(-1, heads) if queries is None else None,
             queries,
         )
 
@@ -122,31 +102,33 @@ class Gather:
         tables = [x for x in (self.index, self.tokens, self.filled, self.holes) if x is not None]
         return self.plan.nbytes + sum([x.nbytes for x in tables]) + (self.queries.nbytes if self.queries else 0)
 
-    def part(self, buffer: Tensor) -> Part:
-        """Gather the part's keys and values from a buffer `(buffer rows, 2, batch, head_dim)`."""
-        slots = buffer.index_select(0, self.index)
+    def part(self, keys: Tensor, values: Tensor) -> Part:
+        """Gather the part's keys and values from these rows."""
+        slots = [x.index_select(0, self.index) for x in (keys, values)]
         if self.holes is not None:
-            slots.index_fill_(0, self.holes, 0)
-        return Part(*_keys_and_values(slots, self.plan.num_heads), self.plan, self.queries, self.tokens)
+            slots = [x.index_fill_(0, self.holes, 0) for x in slots]
+        heads = self.plan.num_heads
+        keys, values = (x.unflatten(0, (-1, heads)).permute(2, 0, 1, 3) for x in slots)
+        return Part(keys, values, self.plan, self.queries, self.tokens)
 
-    def scatter(self, gradients: Gradients, sums: Tensor) -> None:
-        """Add a part's (dk, dv) to `sums`, the gradients of the buffer's rows, in the dtype of `sums`."""
+    def scatter(self, gradients: Gradients, dk: Tensor, dv: Tensor) -> None:
+        """Add a part's gradients to those of the rows."""
         index = self.index if self.filled is None else self.index[self.filled]
-        for i, rows in enumerate(_slot_rows(gradients)):
+        for x, total in zip(gradients, (dk, dv), strict=True):
+            rows = x.permute(1, 2, 0, 3).flatten(0, 1)  # by slot
             rows = rows if self.filled is None else rows[self.filled]
-            sums[:, i].index_add_(0, index, rows.to(sums.dtype))
+            total.index_add_(0, index, rows.to(total.dtype))
 
 
 @dataclass(frozen=True)
 class Own:
     """Say which of the shard's rows a buffer holds.
 
-    The rank sends the buffer, or its own parts read it. It has `size` rows. Row `positions[i]` holds token `tokens[i]`
-    of the shard and KV head `heads[i]`. Any other rows are room for seals or padding.
+    The rank sends the buffer, or its own parts read it. It has `size` rows. Row `positions[i]` holds row `index[i]` of
+    the shard, numbered token * kv_heads + head. Any other rows are room for seals or padding.
     """
 
-    tokens: Tensor
-    heads: Tensor
+    index: Tensor
     positions: Tensor
     size: int
 
@@ -154,18 +136,19 @@ class Own:
     def of(
         cls, sharding: Sharding, rank: int, keys: Integers, positions: Integers, size: int, device: torch.device
     ) -> Own:
-        tokens, heads = keys // sharding.num_heads - sharding.shard(rank)[0], keys % sharding.num_heads
-        return cls(on_device(tokens, device), on_device(heads, device), on_device(positions, device), size)
+        index = keys - sharding.shard(rank)[0] * sharding.num_heads
+        return cls(on_device(index, device), on_device(positions, device), size)
 
     @property
     def nbytes(self) -> int:
-        return 24 * len(self.tokens)
+        return 16 * len(self.index)
 
     def pack(self, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """Write rows of k and v into `out`, or into a new buffer `(size, 2, batch, head_dim)`; return the buffer."""
         out = k.new_empty(self.size, 2, k.shape[0], k.shape[3]) if out is None else out
         for i, x in enumerate((k, v)):
-            out[self.positions, i] = x[:, self.tokens, self.heads].transpose(0, 1)
+            rows = x.flatten(1, 2).index_select(1, self.index)
+            out[:, i].index_copy_(0, self.positions, rows.transpose(0, 1))
         return out
 
     def add(self, returned: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -176,20 +159,14 @@ class Own:
         """
         if len(returned) > self.size:
             returned = returned.unflatten(0, (-1, self.size)).sum(0)
-        index = self.tokens * dk.shape[2] + self.heads
         for i, gradient in enumerate((dk, dv)):
-            gradient.view(*gradient.shape[:1], -1, gradient.shape[3]).index_add_(
-                1, index, returned[self.positions, i].transpose(0, 1)
-            )
+            rows = returned[:, i].index_select(0, self.positions).transpose(0, 1)
+            gradient.view(len(gradient), -1, gradient.shape[3]).index_add_(1, self.index, rows)
 
 
 @dataclass(frozen=True)
 class Feed:
-    """Hold the rows of the shard that a rank puts into a buffer, and the parts that read a buffer.
-
-    For rows that travel, `own` describes the buffer that is sent, and `gathers` read the one that is received from
-    other ranks. Otherwise both mean the same buffer.
-    """
+    """Hold the rows of the shard that a rank sends, and the parts that read the rows that it receives."""
 
     own: Own
     gathers: tuple[Gather, ...]
@@ -200,7 +177,7 @@ class Feed:
 
     def forward(self, rows: Tensor) -> Generator[Part, None, None]:
         for gather in self.gathers:
-            yield gather.part(rows)
+            yield gather.part(*rows.unbind(1))
 
     def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
         """Yield the parts that read the buffer `rows`, take back each one's (dk, dv), and return their sums.
@@ -209,8 +186,13 @@ class Feed:
         """
         sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
         for gather in self.gathers:
-            gather.scatter((yield gather.part(rows)), sums)
+            gather.scatter((yield gather.part(*rows.unbind(1))), *sums.unbind(1))
         return sums
+
+
+def _shard_rows(k: Tensor, v: Tensor) -> list[Tensor]:
+    """View the keys and the values of the shard as rows `(tokens * kv_heads, batch, head_dim)`."""
+    return [x.flatten(1, 2).transpose(0, 1) for x in (k, v)]
 
 
 @dataclass(frozen=True)
@@ -220,30 +202,29 @@ class Local:
     Attributes:
         plan: the segments that lie in the shard; without block layouts, also the shard's own rows of crossing segments
             (those that the shard's edges cut).
-        crossing: with block layouts, the block-sparse problems of those own rows, which read a buffer that the rank
-            fills itself. Without block layouts it has no parts.
+        crossing: with block layouts, the block-sparse problems of those own rows. Without block layouts there are none.
     """
 
     plan: Plan
-    crossing: Feed
+    crossing: tuple[Gather, ...]
 
     @classmethod
     def of(cls, sharding: Sharding, rank: int, device: torch.device) -> Local:
+        shard = sharding.shard(rank)
         found = partition.crossings(sharding, rank) if sharding.layouts else ()
-        problems = [block_partition.problem(sharding, rank, c, [sharding.shard(rank)], device) for c in found]
-        held = block_partition.distinct([x.keys for x in problems if x])
-        own = Own.of(sharding, rank, held, np.arange(len(held)), len(held), device)
-        gathers = tuple([Gather.of(x, held, np.arange(len(held)), device) for x in problems if x])
-        return cls(partition.local_plan(sharding, rank), Feed(own, gathers))
+        problems = [block_partition.problem(sharding, rank, crossing, [shard], device) for crossing in found]
+        first = shard[0] * sharding.num_heads
+        gathers = tuple([Gather.of(x, x.keys - first, device) for x in problems if x])
+        return cls(partition.local_plan(sharding, rank), gathers)
 
     @property
     def nbytes(self) -> int:
-        return self.plan.nbytes + self.crossing.nbytes
+        return self.plan.nbytes + sum([gather.nbytes for gather in self.crossing])
 
     def forward(self, k: Tensor, v: Tensor) -> Generator[Part, None, None]:
         yield Part(k, v, self.plan)
-        if self.crossing.gathers:
-            yield from self.crossing.forward(self.crossing.own.pack(k, v))
+        for gather in self.crossing:
+            yield gather.part(*_shard_rows(k, v))
 
     def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
         """Yield the parts, take back each part's (dk, dv), and return their sums for the shard's rows, contiguous.
@@ -252,8 +233,8 @@ class Local:
         """
         dtype = statistic(k.dtype)
         dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
-        if self.crossing.gathers:
-            self.crossing.own.add((yield from self.crossing.backward(self.crossing.own.pack(k, v))), dk, dv)
+        for gather in self.crossing:
+            gather.scatter((yield gather.part(*_shard_rows(k, v))), *_shard_rows(dk, dv))
         return dk, dv
 
 
@@ -283,4 +264,5 @@ def gathers_of(
     else:
         wanted = [(c, [partition.clip(part, *among) for part in (c.before, c.after)]) for c in found]
         parts = [partition.remote(sharding, rank, wanted)]
-    return tuple([Gather.of(part, held, positions, device) for part in parts if part and part.plan.groups])
+    some = [part for part in parts if part and part.plan.groups]
+    return tuple([Gather.of(part, positions[locate(held, part.keys)], device) for part in some])

@@ -296,7 +296,7 @@ class Doubling(_Schedule[_DoublingTables]):
             transfer.wait()
             transfer = self._send(level + 1, buffer)
             for gather in hop.gathers:
-                yield gather.part(buffer)
+                yield gather.part(*buffer.unbind(1))
         return buffer
 
     def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
@@ -305,7 +305,7 @@ class Doubling(_Schedule[_DoublingTables]):
         transfer: Transfer | None = None
         for level, hop in reversed(list(enumerate(hops))):
             for gather in hop.gathers:
-                gather.scatter((yield gather.part(saved)), sums)
+                gather.scatter((yield gather.part(*saved.unbind(1))), *sums.unbind(1))
             if transfer:
                 send = hops[level + 1].send
                 sums.index_add_(0, send, transfer.wait()[: len(send)])

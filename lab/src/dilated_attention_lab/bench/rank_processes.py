@@ -199,18 +199,17 @@ def _selecting(case: Case, rounds: int) -> dict[str, Any]:
     """Time a forward and backward of native sparse attention over the same sequence on rank 0 alone, and on all ranks.
 
     Return the processor seconds of each round: `alone`, and the `mean` and the `most` over the ranks. Waiting does not
-    count, so there may be more ranks than cores.
+    count, so there may be more ranks than cores. Each round has another input, for which other blocks are chosen.
     """
     mesh, width = dist.group.WORLD, case.heads * case.head_dim
     assert mesh is not None
     torch.manual_seed(0)
     whole, shared = (NativeSparseAttention(width, case.heads) for _ in range(2))
     set_context_parallel(shared, mesh, seq_len=case.seq_len)
-    x = torch.randn(case.batch, case.seq_len, width)
     tables = Rotary(case.head_dim).tables(torch.arange(case.seq_len))
     own = slice(*sequence_range(case.seq_len, mesh))
 
-    def seconds(module: NativeSparseAttention, at: slice) -> float:
+    def seconds(module: NativeSparseAttention, x: torch.Tensor, at: slice) -> float:
         begin = time.thread_time()
         out = module(x[:, at], (tables[0][at], tables[1][at]))
         torch.autograd.grad(out, list(module.parameters()), out.detach())
@@ -218,11 +217,12 @@ def _selecting(case: Case, rounds: int) -> dict[str, Any]:
 
     samples: Samples = {"alone": [], "mean": [], "most": []}
     for i in range(rounds + 1):  # the first is a warm-up
+        x = torch.randn(case.batch, case.seq_len, width)
         dist.barrier()
-        alone = seconds(whole, slice(None)) if dist.get_rank() == 0 else 0.0
+        alone = seconds(whole, x, slice(None)) if dist.get_rank() == 0 else 0.0
         dist.barrier()
         ranks = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-        ranks[dist.get_rank()] = seconds(shared, own)
+        ranks[dist.get_rank()] = seconds(shared, x, own)
         dist.all_reduce(ranks)
         if i:
             for name, found in (("alone", alone), ("mean", ranks.mean()), ("most", ranks.max())):
