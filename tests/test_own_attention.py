@@ -81,8 +81,8 @@ def _in_float64(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _assert_close(eager: Tensor, actual: Tensor, *others: Tensor) -> None:
-    """Assert that a result is within 1e-5 of eager mode's largest value, plus twice the largest distance between eager
-    mode and `others`, which round otherwise."""
+    """Assert that a result differs from eager mode's by at most 1e-5 of its largest value, plus twice the largest
+    distance between eager mode and `others`, which round otherwise."""
     expected, actual, *others = (x.detach() for x in (eager, actual, *others))
     rounding = max(float((expected - x).abs().max()) for x in others)
     scale = max(float(expected.abs().max()), 1.0)

@@ -263,10 +263,10 @@ class _Compute:
         """
         index, size, made = self._index(queries), queries.layout.seq_len, []
         for x in tensors:
-            rows = x[index]
-            if rows.shape[1] < size:
-                rows = x.new_full((len(x), size, *rows.shape[2:]), fill)
-                rows[:, queries.positions] = x[index]
+            rows = found = x[index]
+            if found.shape[1] < size:
+                rows = x.new_full((len(x), size, *found.shape[2:]), fill)
+                rows[:, queries.positions] = found
             made.append(rows)
         return made
 

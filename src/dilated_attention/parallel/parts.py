@@ -63,6 +63,12 @@ def locate(held: Integers, wanted: Integers) -> Integers:
     return where
 
 
+def _shard_rows(k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return the keys and the values of the shard as rows `(tokens * kv_heads, batch, head_dim)`: views of what is
+    contiguous."""
+    return [x.flatten(1, 2).transpose(0, 1) for x in (k, v)]
+
+
 @dataclass(frozen=True)
 class Gather:
     """Say how a part's keys and values are made from rows, `(rows, batch, head_dim)` for keys and for values.
@@ -124,7 +130,7 @@ class Gather:
 class Own:
     """Say which of the shard's rows a buffer holds.
 
-    The rank sends the buffer, or its own parts read it. It has `size` rows. Row `positions[i]` holds row `index[i]` of
+    The rank sends the buffer. It has `size` rows. Row `positions[i]` holds row `index[i]` of
     the shard, numbered token * kv_heads + head. Any other rows are room for seals or padding.
     """
 
@@ -146,9 +152,8 @@ class Own:
     def pack(self, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """Write rows of k and v into `out`, or into a new buffer `(size, 2, batch, head_dim)`; return the buffer."""
         out = k.new_empty(self.size, 2, k.shape[0], k.shape[3]) if out is None else out
-        for i, x in enumerate((k, v)):
-            rows = x.flatten(1, 2).index_select(1, self.index)
-            out[:, i].index_copy_(0, self.positions, rows.transpose(0, 1))
+        for i, rows in enumerate(_shard_rows(k, v)):
+            out[:, i].index_copy_(0, self.positions, rows.index_select(0, self.index))
         return out
 
     def add(self, returned: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -159,9 +164,8 @@ class Own:
         """
         if len(returned) > self.size:
             returned = returned.unflatten(0, (-1, self.size)).sum(0)
-        for i, gradient in enumerate((dk, dv)):
-            rows = returned[:, i].index_select(0, self.positions).transpose(0, 1)
-            gradient.view(len(gradient), -1, gradient.shape[3]).index_add_(1, self.index, rows)
+        for i, rows in enumerate(_shard_rows(dk, dv)):
+            rows.index_add_(0, self.index, returned[:, i].index_select(0, self.positions))
 
 
 @dataclass(frozen=True)
@@ -188,11 +192,6 @@ class Feed:
         for gather in self.gathers:
             gather.scatter((yield gather.part(*rows.unbind(1))), *sums.unbind(1))
         return sums
-
-
-def _shard_rows(k: Tensor, v: Tensor) -> list[Tensor]:
-    """View the keys and the values of the shard as rows `(tokens * kv_heads, batch, head_dim)`."""
-    return [x.flatten(1, 2).transpose(0, 1) for x in (k, v)]
 
 
 @dataclass(frozen=True)
@@ -223,8 +222,9 @@ class Local:
 
     def forward(self, k: Tensor, v: Tensor) -> Generator[Part, None, None]:
         yield Part(k, v, self.plan)
+        rows = _shard_rows(k, v) if self.crossing else ()
         for gather in self.crossing:
-            yield gather.part(*_shard_rows(k, v))
+            yield gather.part(*rows)
 
     def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
         """Yield the parts, take back each part's (dk, dv), and return their sums for the shard's rows, contiguous.
@@ -233,8 +233,9 @@ class Local:
         """
         dtype = statistic(k.dtype)
         dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
+        rows = _shard_rows(k, v) if self.crossing else ()
         for gather in self.crossing:
-            gather.scatter((yield gather.part(*_shard_rows(k, v))), *_shard_rows(dk, dv))
+            gather.scatter((yield gather.part(*rows)), *_shard_rows(dk, dv))
         return dk, dv
 
 
