@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from dilated_attention import Window
 from dilated_attention.kernels.configurations import ARCHITECTURES, Shape
 from dilated_attention_lab.bench import command as command_line
 from dilated_attention_lab.bench import groups, measure, on_gpu, results
@@ -337,6 +338,31 @@ def test_comparisons_run():
     assert "dense cuDNN: RuntimeError" in last.refused
 
 
+def test_windows_are_timed_beside_their_rivals(monkeypatch):
+    """Rates count what the window shows, and what a dense call computes. Here both windows run on the CPU's backend."""
+    plain = speed.windowed
+    monkeypatch.setattr(speed, "windowed", lambda seen, is_causal, name: plain(seen, is_causal))
+    monkeypatch.setattr(speed._FlashWindow, "apply", lambda q, k, v, before: plain(Window(before), True)(q, k, v))
+    dense = replace(TINY, method="dense", backend="auto", is_causal=True)
+    rows = {row.name: row for row in speed.window(8, dense, CPU, 0.0)}
+    assert rows["out: relative difference from FlashAttention's window"].value == 0
+    for phase in ("forward", "backward"):
+        shown, cudnn, whole = (
+            rows[f"{phase}: {name}, beside a window, matrix rate over the rate of useful work"]
+            for name in ("triton", "dense cuDNN", "dense flash")
+        )
+        assert "No viable backend" in cudnn.refused
+        per_second = [row.value / row.times[name].median for name, row in (("triton", shown), ("dense flash", whole))]
+        entries = sum(min(8, i + 1) for i in range(64)), 64 * 65 / 2
+        assert per_second[0] / per_second[1] == pytest.approx(entries[1] / entries[0], rel=0.02)
+
+
+def test_the_time_of_a_call_in_a_row():
+    (row,) = speed.host(CPU, replace(TINY, backend="native"), calls=2)
+    assert row.value > 0
+    assert row.bar is None
+
+
 def test_last_rows_are_their_own():
     """The check of `beyond 2^31 elements`, on the CPU's backend: the last segments see nothing else."""
     case = replace(TINY, backend="native", seq_len=4 * 64)
@@ -388,7 +414,7 @@ class TestInterpreted:
         assert [row.value for row in kernels.compiled("dq", TINY, CPU)] == [2.0]
         assert ARCHITECTURES["interpreter"].shapes == before
         with kernels.shaped("dq", TINY, CPU, Shape(16, 64, 1, 1)):
-            assert ARCHITECTURES["interpreter"].shape("dq", 4, 16, masked=False).own == 16
+            assert ARCHITECTURES["interpreter"].shape("dq", 4, 16, masked=False, has_lists=False, banded=False).own == 16
 
     def test_threshold(self):
         *rows, last = speed.threshold(CPU, budget=0.0, case=TINY, lengths=(32, 64))

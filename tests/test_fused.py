@@ -129,6 +129,39 @@ def test_operators_of_cuda_are_handed_whole_16_bytes(kind, dtype, monkeypatch):
     assert any(x is dense for x in handed[1]), "what needs no copy is not copied"
 
 
+@pytest.mark.parametrize("rows", [40, 64])
+@pytest.mark.parametrize("kind", ["cuda_flash", "cuda_efficient"])
+def test_operators_of_cuda_are_handed_a_contiguous_lse(kind, rows, monkeypatch):
+    """The memory-efficient one refuses a view of lse whose length 32 divides ("LSE is not correctly aligned")."""
+    handed = []
+
+    def noted(dout, q, k, v, *others, **options):
+        handed.extend(x for x in others if isinstance(x, torch.Tensor) and x.dim() == 3)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    monkeypatch.setattr(fused, "_kind", lambda *x: kind)
+    for name in ("flash_backward", "efficient_backward"):
+        monkeypatch.setattr(torch_internals, name, noted)
+    q, k, v, out, dout = (torch.randn(2, 4, rows, 24) for _ in range(5))
+    lse = torch.randn(2, rows, 4).transpose(1, 2)
+    fused.backward(fused.Scores(is_causal=False, scale=0.1), fused.Merged(dout, None, out, lse), q, k, v)
+    (found,) = handed
+    assert found.is_contiguous()
+    assert torch.equal(found[..., :rows], lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_of_lse_too_wide_for_the_operators_of_cuda(dtype, monkeypatch):
+    """Its columns make 264 of 256: no operator is right there, but plain products are."""
+    monkeypatch.setattr(fused, "_kind", lambda q, *others: "plain" if q.shape[-1] > 256 else "cuda_flash")
+    q, k, v, out, dout = (torch.randn(1, 2, 20, 256, dtype=dtype) for _ in range(5))
+    lse, dlse = (torch.randn(1, 2, 20) for _ in range(2))
+    scores, merged = fused.Scores(is_causal=True, scale=0.1), fused.Merged(dout, dlse, out, lse)
+    found = fused.backward(scores, merged, q, k, v)
+    expected = fused._plain_backward(scores, merged, q, k, v)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 class CUDA:
     """A tensor's facts that the choice reads."""
 
@@ -159,7 +192,7 @@ def on(monkeypatch):
             (torch.float64, 64): "plain", (torch.float16, 20): "plain", (torch.bfloat16, 264): "plain",
         }),
         ([(8, 0), (8, 6), (9, 0), (10, 3), (12, 0)], {
-            (torch.bfloat16, 64): "cuda_flash", (torch.float16, 264): "cuda_efficient",
+            (torch.bfloat16, 64): "cuda_flash", (torch.float16, 264): "plain",
             (torch.float32, 64): "cuda_efficient", (torch.float64, 64): "plain", (torch.bfloat16, 20): "plain",
             (torch.bfloat16, 192): "cuda_flash", (torch.float16, 232): "cuda_flash",
         }),

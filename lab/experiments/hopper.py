@@ -281,7 +281,7 @@ def measured(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
     plan, scale = case.plan, case.head_dim**-0.5
     calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
         "gluon": prepare(q, k, v, plan, scale),
-        "triton": partial(triton.forward, Problem(plan, False, scale), q, k, v),
+        "triton": partial(triton.forward, Problem(plan, scale), q, k, v),
     }
     for name, x, y in zip(("out", "lse"), *(call() for call in calls.values()), strict=True):
         title = f"{name}: relative difference of the candidate in Gluon from triton"

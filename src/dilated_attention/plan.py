@@ -133,6 +133,11 @@ class Plan:
         """Return the score entries of all groups in one sample, counted as in `StridedGroup.entries`."""
         return sum(group.entries() for group in self.groups)
 
+    @cached_property
+    def banded(self) -> bool:
+        """Return whether some group is causal or has another band."""
+        return any(group.banded for group in self.groups)
+
     @property
     def nbytes(self) -> int:
         """Return the size that the cache counts, in bytes: an upper estimate of the Python objects."""

@@ -99,12 +99,14 @@ def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
     head_dim = q.shape[-1]
     if q.device.type != "cuda" or bias is not None or q.dtype == torch.float64 or head_dim % 8:
         return "plain"
+    if q.dtype != torch.float32 and head_dim > 256:
+        return "plain"  # for flash too wide; the dq of the memory-efficient operator is wrong there (on an H200)
     capability = _capability(q.device)
     if capability < (8, 0):
         return "plain" if q.dtype == torch.bfloat16 else "cuda_efficient"
     # PyTorch's sdp_utils.cpp: flash has no backward there.
     refused = 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12)
-    return "cuda_efficient" if q.dtype == torch.float32 or head_dim > 256 or refused else "cuda_flash"
+    return "cuda_efficient" if q.dtype == torch.float32 or refused else "cuda_flash"
 
 
 @constant_when_traced
@@ -153,7 +155,10 @@ def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tu
         return _plain_backward(scores, merged, q, k, v)
     width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
     wider = append_column(merged, q, k, v, width)
-    gradients = _fused_backward(_kind(*wider[1:3], scores.bias), scores, *wider)
+    kind = _kind(*wider[1:3], scores.bias)
+    if kind == "plain":
+        return _plain_backward(scores, merged, q, k, v)
+    gradients = _fused_backward(kind, scores, *wider)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
     return dq, dk, dv
 
@@ -216,7 +221,7 @@ def _fused_backward(
         return torch_internals.flash_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, queries, keys, 0.0, is_causal, state, state, scale=scale
         )
-    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf).contiguous()
     return torch_internals.efficient_backward(
         dout, q, k, v, None, out, padded, state, state, 0.0, [True, True, True, False], is_causal, scale=scale
     )[:3]

@@ -94,9 +94,8 @@ def tables(
             with layouts, or if some group is causal or has another band.
     """
     if layouts is None:
-        masked = any(group.banded for group in plan.groups)
-        cells = _unions(plan, side, shape, join and not masked)
-        return [_span_table(parts, side, masked, shape, device) for parts in cells]
+        cells = _unions(plan, side, shape, join and not plan.banded)
+        return [_span_table(parts, side, plan.banded, shape, device) for parts in cells]
     return [
         _block_table(groups, side, shape, layouts[groups[0].queries.count], device)
         for groups in launched(plan, side, layouts)

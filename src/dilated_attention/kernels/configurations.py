@@ -1,7 +1,8 @@
 """List tile shapes per architecture, kernel, element size and head_dim.
 
-The shapes compile well (no spills, shared memory that fits; results/aot/). No time has been measured on any
-architecture. A tile of 64 rows at head_dim 256 needs its 8 warps: with 4 it spills.
+The shapes compile well (no spills, shared memory that fits; results/aot/). Those of sm_90 for 16-bit numbers and a
+head_dim of at most 128 are also the fastest of a dozen on an H200 (docs/notebook.md, 2026-11-27); no other has been
+timed. A tile of 64 rows at head_dim 256 needs its 8 warps: with 4 it spills.
 """
 
 from __future__ import annotations
@@ -54,25 +55,43 @@ class Shape(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages} | registers | FUSED
 
 
+Shapes = dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
+"""Tile shapes by (kernel, bytes per element), for a head_dim of at most 64, 128 and 256."""
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """Hold the tile shapes of an architecture by (kernel, bytes per element), for a head_dim of at most 64, 128 and
-    256.
+    """Hold the tile shapes of an architecture.
 
     Attributes:
         of_lists: the shapes that replace those of `shapes` in calls with a block layout.
+        of_bands: the same in calls that are causal or have a window, whose loops are short.
+        of_banded_lists: the same in causal calls with a block layout, which need more shared memory.
     """
 
-    shapes: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
-    of_lists: dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]] = field(default_factory=dict)
+    shapes: Shapes
+    of_lists: Shapes = field(default_factory=dict)
+    of_bands: Shapes = field(default_factory=dict)
+    of_banded_lists: Shapes = field(default_factory=dict)
 
-    def shape(self, kernel: Kernel, element_size: int, head_dim: int, masked: bool, has_lists: bool = False) -> Shape:
+    def shapes_of(self, kernel: Kernel, element_size: int, *, has_lists: bool, banded: bool) -> Shapes:
+        """Return the attribute that holds a kernel's shapes.
+
+        `has_lists`: the call has a block layout. `banded`: the call is causal or has a window.
+        """
+        of_lists = self.of_banded_lists if banded else self.of_lists
+        special = of_lists if has_lists else self.of_bands if banded else self.shapes
+        return special if (kernel, element_size) in special else self.shapes
+
+    def shape(
+        self, kernel: Kernel, element_size: int, head_dim: int, masked: bool, *, has_lists: bool, banded: bool
+    ) -> Shape:
         """Return the shape of a kernel's tiles.
 
         `masked`: the call has dropout, hidden keys or a softcap, which need registers: `loop` is halved, to 16 or more.
-        `has_lists`: the call has a block layout: use `of_lists` if it has this kernel and element size.
+        `has_lists`, `banded`: as in `shapes_of`.
         """
-        shapes = self.of_lists if has_lists and (kernel, element_size) in self.of_lists else self.shapes
+        shapes = self.shapes_of(kernel, element_size, has_lists=has_lists, banded=banded)
         shape = shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
         return shape._replace(loop=max(16, shape.loop // 2)) if masked else shape
 
@@ -93,15 +112,20 @@ _SM_86 = Architecture(_SM_80.shapes | {
     ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
 })  # fmt: skip
 
-# 8 warps are two warpgroups, each with half of the rows in wgmma. At head_dim 64, two programs of 4 warps fit on a
-# multiprocessor. At 128, a tile of 128 keys takes 555 instructions; two of 64 take 714. With lists of blocks, loads
-# start a step later, so 5 stages prefetch as far as 3 do otherwise.
+# 4 warps are one warpgroup. Two or three programs of 4 warps fit on a multiprocessor, and one computes while another
+# waits: the backward, and loops as short as those of a causal call, are fastest with them. A long loop is faster with 8
+# warps and 128 keys at head_dim 128. With lists of blocks, loads start a step later, so 5 stages prefetch as far as 3
+# do otherwise.
 _SM_90 = Architecture(_SM_80.shapes | {
-    ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 128, 8, 2), Shape(64, 64, 8, 2)),
-    ("dq", 2): (Shape(128, 128, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
-    ("dkdv", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 16, 8, 2)),
+    ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 128, 8, 3), Shape(64, 64, 8, 2)),
+    ("dq", 2): (Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 32, 8, 2)),
+    ("dkdv", 2): (Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 16, 8, 2)),
 }, of_lists={
+    ("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 128, 8, 5), Shape(64, 64, 8, 2)),
+}, of_banded_lists={
     ("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 64, 8, 5), Shape(64, 64, 8, 2)),
+}, of_bands={
+    ("forward", 2): (Shape(128, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 64, 8, 2)),
 })  # fmt: skip
 
 _SM_100 = Architecture(_SM_90.shapes | {

@@ -29,12 +29,16 @@ OF_LISTS = [(own, loop, warps, stages) for own, loop, warps in ((128, 128, 8), (
 """The same for a forward over lists of blocks, whose loads need one more stage to run as far ahead."""
 
 
+def _kind(case: Case) -> dict[str, bool]:
+    """Return what a case's shapes of tiles depend on, beyond kernel, dtype and head_dim."""
+    return {"has_lists": case.method == "block-sparse", "banded": case.is_causal}
+
+
 @contextmanager
 def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> Iterator[None]:
     """Use `shape` instead of the tiles that ship, for this kernel in the calls of a case, in the `with` block."""
-    architecture, key = ARCHITECTURES[triton.architecture(device)], (kernel, getattr(torch, case.dtype).itemsize)
-    has_lists = case.method == "block-sparse" and key in architecture.of_lists
-    shapes = architecture.of_lists if has_lists else architecture.shapes
+    key = kernel, getattr(torch, case.dtype).itemsize
+    shapes = ARCHITECTURES[triton.architecture(device)].shapes_of(*key, **_kind(case))
     shipped = shapes[key]
     wide = (case.head_dim > 64) + (case.head_dim > 128)
     shapes[key] = (*shipped[:wide], shape, *shipped[wide + 1 :])  # type: ignore[assignment]
@@ -46,12 +50,12 @@ def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> It
 
 def tiled(kernel: Kernel, case: Case, device: torch.device) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return the calls with the tiles that ship and with others, each run once; and why others do not run."""
-    has_lists, size = case.method == "block-sparse", getattr(torch, case.dtype).itemsize
+    size, kind = getattr(torch, case.dtype).itemsize, _kind(case)
     architecture = ARCHITECTURES[triton.architecture(device)]
-    shipped = architecture.shape(kernel, size, case.head_dim, masked=False, has_lists=has_lists)
+    shipped = architecture.shape(kernel, size, case.head_dim, masked=False, **kind)
     work = case.contender(device, backward=kernel != "forward")
     makers: dict[str, Callable[[], Contender]] = {f"shipped tiles {tuple(shipped)}": lambda: work}
-    for shape in (Shape(*x) for x in (OF_LISTS if has_lists else CANDIDATES[kernel])):
+    for shape in (Shape(*x) for x in (OF_LISTS if kind["has_lists"] else CANDIDATES[kernel])):
         if shape != shipped:
             makers[f"tiles {tuple(shape)}"] = partial(under, partial(shaped, kernel, case, device, shape), work)
     return serving(makers)

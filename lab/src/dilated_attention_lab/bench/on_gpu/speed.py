@@ -7,10 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dilated_attention import Window
 from dilated_attention.plumbing import triton
 from dilated_attention_lab.bench import measure
 from dilated_attention_lab.bench.cases import Case, Contender, under
@@ -20,6 +24,8 @@ from dilated_attention_lab.bench.on_gpu import SMALL
 from dilated_attention_lab.bench.on_gpu.correctness import graph_of
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import rates
+from dilated_attention_lab.bench.suites.windows import both, windowed
+from dilated_attention_lab.verification import relative_error
 
 RATES = {("forward", 128, False): 0.58, ("forward", 64, False): 0.46, ("forward", 128, True): 0.52,
          ("forward", 64, True): 0.42, ("backward", 128, False): 0.42, ("backward", 64, False): 0.38}  # fmt: skip
@@ -168,6 +174,66 @@ def small(device: torch.device, budget: float) -> Iterator[Row]:
         "the fastest dense kernel", SMALL, {**ours, "triton, CUDA graph": replayed}, rivals, device, budget,
         {"triton": 1.0}, work, most=200,
     )  # fmt: skip
+
+
+def host(device: torch.device, case: Case, calls: int = 200) -> Iterator[Row]:
+    """Time what a forward takes the host: calls in a row, none of which waits for the GPU."""
+    call, inputs = case.prepare(), case.inputs(device)[0]
+    with torch.no_grad():
+        spread = seconds_of(lambda: [call(*inputs) for _ in range(calls)], device).scaled(1e6 / calls)
+    bar = 40.0 if case.backend == "triton" else None
+    yield Row.of(f"forward: time of a call in a row of {calls}", case.parameters, spread, "us", bar=bar)
+
+
+class _FlashWindow(torch.autograd.Function):
+    """FlashAttention's own sliding window, in PyTorch's copy of it, causal. No public function of PyTorch reaches it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:
+        ctx.window = {"window_size_left": before, "window_size_right": 0}
+        sizes = None, None, q.shape[1], k.shape[1], 0.0, True
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False, **ctx.window)
+        ctx.save_for_backward(q, k, v, out, lse, state, unused)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, state, unused = ctx.saved_tensors
+        sizes = None, None, q.shape[1], k.shape[1], 0.0, True
+        return *torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *sizes, state, unused, **ctx.window
+        ), None  # fmt: skip
+
+
+def window(keys: int, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
+    """Compare triton's causal window of `keys` keys with FlashAttention's own, forward and backward.
+
+    Yield the largest difference of their outputs; for each of them, and for dense calls, the rate of a matrix product
+    divided by its rate of useful work; then the ratio of their times.
+
+    case: the dense case whose inputs are used. budget: about how many seconds all rounds take.
+    """
+    ours, rival = "triton", "FlashAttention's window"
+    seen, (q, k, v) = Window(keys - 1), case.inputs(device)[0]
+    parameters = {**case.parameters, "before": seen.before}
+    calls = {ours: windowed(seen, True, "triton"), rival: lambda *x: _FlashWindow.apply(*x, seen.before)}
+    error = relative_error(*(call(q, k, v).double() for call in calls.values()))
+    yield Row("out: relative difference from FlashAttention's window", parameters, error, "", bar=1e-2)
+    contenders = {name: both(call, (q, k, v)) for name, call in calls.items()}
+    found, refused = serving(dense_makers(case, device, backward=True))
+    contenders |= found
+    rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))
+    flops = case.batch * seen.flops(case.seq_len, case.heads, case.head_dim, True)
+    for (phase, factor), name in product((("forward", 1.0), ("backward", 2.5)), (*contenders, *refused)):
+        title = f"{phase}: {name}, beside a window, matrix rate over the rate of useful work"
+        if name in refused:
+            yield Row(title, parameters, None, "x", refused=refused[name])
+            continue
+        useful = factor * (flops if name in calls else case.flops)
+        spread = rounds.spread(name) if phase == "forward" else backward_alone(rounds, name)
+        yield Row.of(title, parameters, spread.scaled(rounds.matmul_gflops * 1e9 / useful), times={name: spread})
+    for phase in ("forward", "forward+backward"):
+        yield Row.of(f"{phase}: time over FlashAttention's own window", parameters, rounds.ratio(ours, rival, phase))
 
 
 def against(

@@ -1,6 +1,6 @@
 """`bench gpu`: the Triton kernels on a GPU: right, fast against dense kernels, small, and where they overtake native.
 
-In three parts of at most nine minutes each on 16 cores: go or no-go; which tiles; the long runs. Each job of a part
+In three parts of at most nine minutes each on 16 cores: go or no-go; which tiles, and windows; the long runs. Each job of a part
 runs in a process of its own, so that an error of the device, a crash or a hang costs its own rows only. Jobs that check
 or compile run at the same time, and what they compile is in Triton's cache for those that take times, one by one.
 
@@ -32,6 +32,10 @@ from dilated_attention_lab.verification import Check, checks
 CORES = 14
 """The number of jobs that run at once, on the 16 cores for which a part's time is stated."""
 MILLION = 1 << 20
+SHORT = replace(SMALL, seq_len=2048, segment_lengths=(512, 1024, 2048))
+"""A call whose kernels take a GPU less time than the host needs for the call."""
+WINDOWED = replace(PAPER, method="dense", backend="auto", seq_len=32768, is_causal=True)
+"""The dense case beside which windows are timed."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def part_1(machine: Machine) -> list[Group]:
 
 
 def part_2(machine: Machine) -> list[Group]:
-    """Return the jobs that time the kernels with many shapes of tiles, to find the fastest."""
+    """Return the jobs that time the kernels with many shapes of tiles, to find the fastest; then those of windows."""
     device, lists = machine.device, sparse(0.10)
     cases: dict[str, tuple[Kernel, Case]] = {
         f"{kernel}, head_dim {d}": (kernel, replace(PAPER, head_dim=d))
@@ -111,8 +115,12 @@ def part_2(machine: Machine) -> list[Group]:
     found = [
         Group("shapes of tiles", 100, [Job(label, partial(kernels.compiled, *x, device)) for label, x in cases.items()],
               CORES),
-        *(Group(f"tiles of {label}", 45, [Job(label, partial(kernels.tile_shapes, *x, device, 25.0))])
+        *(Group(f"tiles of {label}", 30, [Job(label, partial(kernels.tile_shapes, *x, device, 8.0))])
           for label, x in cases.items()),
+        Group("windows", 40, [
+            Job(f"{keys:,} keys, head_dim {d}", partial(speed.window, keys, replace(WINDOWED, head_dim=d), device, 3.0))
+            for keys, d in ((512, 128), (4096, 128), (512, 64))
+        ]),
     ]  # fmt: skip
     return found
 
@@ -137,7 +145,11 @@ def part_3(machine: Machine) -> list[Group]:
         Group("beyond 2^31 elements", 30, [Job("beyond 2^31 elements", partial(correctness.far_rows, device))]),
         Group("beside FlexAttention", 75, [_block_sparse(sparse(x), device, 3.0, flex=True) for x in (0.10, 0.02)]),
         Group("graphs", 30, [Job("graphs", partial(correctness.captured, SMALL, device))]),
-        Group("short calls", 25, [Job("4,096 tokens", partial(speed.small, device, 4.0))]),
+        Group("short calls", 25, [
+            Job("4,096 tokens", partial(speed.small, device, 4.0)),
+            *(Job(f"time of the host, {name}", partial(speed.host, device, replace(SHORT, backend=name)))
+              for name in ("triton", "native")),
+        ]),
         Group("where triton overtakes native", 30, [Job("threshold", partial(speed.threshold, device, 1.0))]),
         Group("memory", 30, memory),
     ]

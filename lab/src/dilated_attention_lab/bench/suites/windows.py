@@ -54,7 +54,7 @@ def _parameters(q: Tensor, **more: Any) -> dict[str, Any]:
     return {"seq_len": q.shape[1], "heads": HEADS, "head_dim": q.shape[3], "dtype": dtype, **more}
 
 
-def _both(attend: Attend, tensors: tuple[Tensor, Tensor, Tensor]) -> Contender:
+def both(attend: Attend, tensors: tuple[Tensor, Tensor, Tensor]) -> Contender:
     """Make a contender that calls `attend` on q, k and v, the `tensors`: phases `forward` and `forward+backward`."""
     leaves = tuple(x.requires_grad_() for x in tensors)
     gradient = torch.randn_like(tensors[0])
@@ -73,9 +73,11 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
-def _window(window: Window, is_causal: bool) -> Attend:
+def windowed(window: Window, is_causal: bool, backend: str = "auto") -> Attend:
+    """Return a function of q, k and v that calls `attention` with a window."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attention(q, k, v, window, is_causal=is_causal)
+        out = attention(q, k, v, window, is_causal=is_causal, backend=backend)
         assert isinstance(out, Tensor)
         return out
 
@@ -94,8 +96,8 @@ def _over_dense(
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
         contenders = {
-            "window": _both(_window(window, is_causal), (q, k, v)),
-            "dense": _both(partial(_torch, is_causal=is_causal), (q, k, v)),
+            "window": both(windowed(window, is_causal), (q, k, v)),
+            "dense": both(partial(_torch, is_causal=is_causal), (q, k, v)),
         }
         rounds = measure.interleave(contenders, seconds=budget, device=q.device, dtype=q.dtype)
         entries = window.flops(seq_len, 1, 1, is_causal) / Dilated((seq_len,), (1,)).flops(seq_len, 1, 1, is_causal)
@@ -114,8 +116,8 @@ def _over_mask(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
         distance = torch.arange(seq_len) - torch.arange(seq_len)[:, None]
         mask = ((distance <= 0) & (distance >= -window.before)).to(q.device)
         contenders = {
-            "window": _both(_window(window, True), (q, k, v)),
-            "mask": _both(partial(_torch, attn_mask=mask), (q, k, v)),
+            "window": both(windowed(window, True), (q, k, v)),
+            "mask": both(partial(_torch, attn_mask=mask), (q, k, v)),
         }
         rounds = measure.interleave(contenders, seconds=budget, device=q.device)
         parameters = _parameters(q, before=window.before, after=0, is_causal=True)
@@ -141,7 +143,7 @@ def _over_flex(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         first, second, third = (x.transpose(1, 2) for x in (q, k, v))
         contenders = {
-            "window": contender(lambda: _window(window, True)(q, k, v)),
+            "window": contender(lambda: windowed(window, True)(q, k, v)),
             "flex": contender(lambda: compiled(first, second, third, block_mask=mask)),
         }
         with torch.no_grad():
@@ -162,7 +164,7 @@ def _memory(window: Window, seq_len: int, inputs: Any) -> Step:
 
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
-        attend = _window(window, True)
+        attend = windowed(window, True)
         attend(*(x[:, :4096] for x in (q, k, v)))  # loads the operators and starts the threads
         with torch.no_grad():
             peak = measure.peak_above_now(partial(attend, q, k, v), q.device)
