@@ -98,6 +98,14 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def calls_are_forgotten() -> Iterator[None]:
+    """Clear the cache after the test, which may have put another backend into the registry or changed the choice."""
+    yield
+    if (cache := sys.modules.get("dilated_attention.cache")) is not None:
+        cache.plan_cache.clear()
+
+
+@pytest.fixture(autouse=True)
 def no_figure_stays_open() -> Iterator[None]:
     """Close what the test has drawn: pyplot keeps all figures, and warns when they are more than twenty."""
     yield

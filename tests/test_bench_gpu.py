@@ -414,7 +414,8 @@ class TestInterpreted:
         assert [row.value for row in kernels.compiled("dq", TINY, CPU)] == [2.0]
         assert ARCHITECTURES["interpreter"].shapes == before
         with kernels.shaped("dq", TINY, CPU, Shape(16, 64, 1, 1)):
-            assert ARCHITECTURES["interpreter"].shape("dq", 4, 16, masked=False, has_lists=False, banded=False).own == 16
+            kind = {"masked": False, "has_lists": False, "banded": False}
+            assert ARCHITECTURES["interpreter"].shape("dq", 4, 16, **kind).own == 16
 
     def test_threshold(self):
         *rows, last = speed.threshold(CPU, budget=0.0, case=TINY, lengths=(32, 64))

@@ -1,4 +1,7 @@
-"""Cache plans, layouts and device tables, up to a limit in bytes; and give tables names for use in cache keys."""
+"""Cache checked calls, plans, layouts and device tables, up to a limit in bytes.
+
+This module also gives tables names for use in cache keys.
+"""
 
 from __future__ import annotations
 
@@ -93,10 +96,10 @@ class PlanCache:
 
     def _get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         with self._lock:
-            if key in self._entries:
+            held: Value | None = self._entries.get(key)
+            if held is not None:
                 self._hits += 1
                 self._entries.move_to_end(key)
-                held: Value = self._entries[key]
                 return held
         with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
             value = make()
@@ -137,7 +140,7 @@ class PlanCache:
 
 
 plan_cache = PlanCache(max_bytes=256 << 20)
-"""The cache of plans, layouts and their device tables, for the whole process.
+"""The cache of checked calls, plans, layouts and their device tables, for the whole process.
 
 The triton backend's tables take about 36 bytes per token for 16 heads and four branches, forward and backward.
 """

@@ -7,7 +7,8 @@ and `execution` (one device) or `parallel.over_mesh` (several ranks) runs it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -19,6 +20,8 @@ from dilated_attention import checks
 from dilated_attention.backends import table
 from dilated_attention.backends.dropout import Dropout, dropout_of
 from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.problem import Problem
+from dilated_attention.cache import plan_cache
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import check_transport, context_group
@@ -33,7 +36,7 @@ from dilated_attention.patterns import (
     layout_inside,
 )
 from dilated_attention.plan import Branches, Plan, plan_of, row_counts
-from dilated_attention.torch_internals import is_mapped, is_symbol
+from dilated_attention.torch_internals import in_torch_func, is_mapped, is_symbol, observed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -111,6 +114,8 @@ class Call:
         softcap: the bound of scores; 0: no bound.
         layout_function: the name of the function that gives the layouts when an exported call runs; "": they are in
             `layouts`.
+        problems: the `Problem` for each (number of queries, number of keys) that the call has run with; empty if it
+            depends on more, such as a mask.
     """
 
     branches: Branches
@@ -128,6 +133,7 @@ class Call:
     starts: tuple[int, int] = (0, 0)
     softcap: float = 0.0
     layout_function: str = ""
+    problems: dict[tuple[int, int], Problem] = field(init=False, default_factory=dict)
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **given: Unpack[Options]) -> Call:
@@ -140,11 +146,44 @@ class Call:
             raise TypeError(f"unknown options: {', '.join(sorted(given.keys() - _DEFAULTS.keys()))}")
         group = None if options["mesh"] is None else context_group(options["mesh"])
         ranks = group if group is not None and dist.get_world_size(group) > 1 else None  # one rank is one device
+        call, seq_len = cls._without_layouts(q, k, v, pattern, options, group, ranks is not None)
+        if isinstance(pattern, (BlockLayout, Product)):
+            call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
+        if ranks is not None:
+            transport, layer, sinks = options["transport"], options["layer"], options["sinks"] is not None
+            call = call.over(Shards(ranks.group_name, (seq_len,), transport=transport, layer=layer, sinks=sinks))
+        return call
+
+    @classmethod
+    def remembered(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Call:
+        """Return the same as `of`; the options must be complete. A call whose `_key` is in `plan_cache` is not checked
+        again, and its backend is not chosen again.
+
+        Layouts are checked in every call, because their tables may have been written to.
+        """
+        key = _key(q, k, v, pattern, options)
+        if key is None:
+            return cls.of(q, k, v, pattern, **options)
+        call = plan_cache.get(key, lambda: cls._without_layouts(q, k, v, pattern, options)[0])
+        if isinstance(pattern, (BlockLayout, Product)):
+            return call._with_layouts(pattern, q, k, q.shape[1], False)
+        return call
+
+    @classmethod
+    def _without_layouts(
+        cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options,
+        group: dist.ProcessGroup | None = None, over_ranks: bool = False,
+    ) -> tuple[Call, int]:  # fmt: skip
+        """Check all arguments except layouts. Return the call without layouts and shards, and the global sequence
+        length.
+
+        `group`: the process group of the options' mesh. `over_ranks`: whether it has several ranks.
+        """
         checks.tensors(q, k, v, placed(options))
         seq_len = _sequence_length(q, options["seq_len"], group, options["transport"])
         lengths, cu_seqlens = checks.ragged(q, options["lengths"], options["cu_seqlens"])
         options["lengths"], options["cu_seqlens"] = lengths, cu_seqlens
-        if ranks is not None:
+        if over_ranks:
             _check_over_ranks(pattern, options)
         _check_values(q, k, options)
         head_offset = options["head_offset"]
@@ -159,18 +198,18 @@ class Call:
                 )
         scale, softcap = options["scale"], options["softcap"]
         call = cls(
-            branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, ranks is not None)),
+            branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, over_ranks)),
             is_causal=options["is_causal"], scale=q.shape[3] ** -0.5 if scale is None else float(scale),
             lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=options["key_padding_mask"],
             dropout_p=float(options["dropout_p"]), first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
             starts=starts, softcap=0.0 if softcap is None else checks.positive_number("softcap", softcap),
         )  # fmt: skip
-        if isinstance(pattern, (BlockLayout, Product)):
-            call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
-        if ranks is not None:
-            transport, layer, sinks = options["transport"], options["layer"], options["sinks"] is not None
-            call = call.over(Shards(ranks.group_name, (seq_len,), transport=transport, layer=layer, sinks=sinks))
-        return call
+        return call, seq_len
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size that the cache counts, in bytes: an upper estimate for the Python objects, with one plan."""
+        return 4096 + 256 * sum([len(row) for row in self.branches.offsets])
 
     @property
     def backend(self) -> table.Backend:
@@ -307,6 +346,36 @@ class Call:
             return self
         layouts = self._inside(function_of(self.layout_function), q.shape[2], k.shape[2], q.shape[1])
         return replace(self, layouts=layouts, layout_function="")
+
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_COMPARED_BY_VALUE = frozenset((Dilated, Window))
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Hashable | None:
+    """Return a cache key of everything that `Call._without_layouts` depends on, or None if the call must be checked.
+
+    It must be checked in four cases: a mesh is given; an option is not a plain number or string, such as a tensor; q, k
+    or v may be more than it seems, under torch.compile, torch.func or a dispatch mode; q has enough heads for a
+    warning.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_torch_func() or observed(q, k, v):
+        return None
+    values = tuple(options.values())
+    types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
+    if options["mesh"] is not None or not _PLAIN.issuperset(types) or q.is_nested or k.is_nested or v.is_nested:
+        return None
+    kind = type(pattern)
+    shown: Any = pattern.dilated if isinstance(pattern, Product) else pattern
+    terms = shown.terms if type(shown) is Sum else (shown,)
+    if kind is BlockLayout:
+        shown = None  # the call without its lists is the same for every layout
+    elif not _COMPARED_BY_VALUE.issuperset(map(type, terms)):
+        return None
+    if q.dim() != 4 or q.shape[2] >= checks.MANY_HEADS:
+        return None
+    of_q, of_k, of_v = [(x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)]
+    return "call", kind, shown, values, types, of_q, of_k, of_v
 
 
 def in_autocast(device: torch.device) -> bool:

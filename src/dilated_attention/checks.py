@@ -16,6 +16,8 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.torch_internals import in_torch_func, observed
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
+MANY_HEADS = 256
+"""No model has as many heads, each with keys of its own; decoding, whose seq is 1, has fewer."""
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
@@ -45,8 +47,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
             f"the heads of k and v must divide those of q; got {q.shape[2]} query and {k.shape[2]} key-value heads"
         )
     heads = q.shape[2]
-    # No model has as many heads, each with keys of its own; decoding, whose seq is 1, has fewer.
-    if heads >= 256 and heads > 8 * q.shape[1] and heads == k.shape[2] and not torch.compiler.is_compiling():
+    if heads >= MANY_HEADS and heads > 8 * q.shape[1] and heads == k.shape[2] and not torch.compiler.is_compiling():
         warnings.warn(
             f"q of shape {tuple(q.shape)} is read as (batch, seq, heads, head_dim): {q.shape[1]} tokens of {heads} "
             "heads. If it is (batch, heads, seq, head_dim), as scaled_dot_product_attention has it, give "

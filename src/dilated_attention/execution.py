@@ -112,12 +112,18 @@ def _problem(
 
     `at`: the (batch, seq) slices of the sample's rows; None: the whole call. `whole`: the dropout of all samples.
     """
+    counts = q.shape[1], k.shape[1]
+    if at is None and counts in call.problems:
+        return call.problems[counts]
     plan = call.plan(q.shape[1], k.shape[1]) if at is None else call.plan(at[1].stop - at[1].start)
     layouts = layouts_of(call, q, plan, sample)
     hidden, dropout = call.key_padding_mask, call.dropout(q, k) if at is None else whole
     if at is not None:
         hidden, dropout = None if hidden is None else hidden[at], None if dropout is None else dropout.sample(*at)
-    return Problem(plan, call.positive_scale, hidden, layouts, dropout, call.softcap)
+    problem = Problem(plan, call.positive_scale, hidden, layouts, dropout, call.softcap)
+    if at is None and hidden is layouts is dropout is None:
+        call.problems[counts] = problem
+    return problem
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:

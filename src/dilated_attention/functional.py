@@ -27,7 +27,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
 from dilated_attention.parallel.over_mesh import refuse
-from dilated_attention.patterns import Dilated, Offsets, Sum
+from dilated_attention.patterns import Offsets, Sum, dilated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -149,7 +149,7 @@ def attention(
     try:
         checks.boolean("return_lse", return_lse)
         if in_parts is None:
-            call = Call.of(q, k, v, pattern, **options)
+            call = Call.remembered(q, k, v, pattern, options)
         elif placed(options):
             check_placed(pattern, options)
     except ValueError as error:
@@ -303,7 +303,7 @@ def dilated_attention(
         >>> torch.allclose(one_segment, dense.transpose(1, 2), atol=1e-5)
         True
     """
-    pattern = Dilated(segment_lengths, dilation_rates, offsets, head_groups, compat)  # type: ignore[arg-type]
+    pattern = dilated(segment_lengths, dilation_rates, offsets, head_groups, compat)
     return attention(q, k, v, pattern, **options)
 
 

@@ -478,6 +478,24 @@ def _sum(first: Any, second: Any) -> Sum:
     return Sum(tuple(terms))
 
 
+def dilated(
+    segment_lengths: Sequence[int], dilation_rates: Sequence[int], offsets: Offsets, head_groups: bool, compat: Any
+) -> Dilated:
+    """Return `Dilated` of these arguments. Lists of integers that it has checked before are not checked again."""
+    rows, others = (segment_lengths, dilation_rates), (offsets, head_groups, compat)
+    if (
+        not torch.compiler.is_compiling()  # a cache cannot be traced
+        and {list, tuple}.issuperset(map(type, rows))
+        and {int}.issuperset(map(type, (*segment_lengths, *dilation_rates)))  # True == 1 == 1.0, and 1 alone is valid
+        and {str, bool, type(None)}.issuperset(map(type, others))
+    ):
+        return _dilated(tuple(segment_lengths), tuple(dilation_rates), *others)
+    return Dilated(*rows, *others)  # type: ignore[arg-type]
+
+
+_dilated = lru_cache(maxsize=256)(Dilated)
+
+
 def without_padding(pattern: Dilated) -> Dilated:
     """Return the exact pattern that replaces one with compat: the same offsets, and no padding is attended."""
     return replace(pattern, compat=None, offsets=_offsets(pattern))

@@ -37,8 +37,8 @@ def _kind(case: Case) -> dict[str, bool]:
 @contextmanager
 def shaped(kernel: Kernel, case: Case, device: torch.device, shape: Shape) -> Iterator[None]:
     """Use `shape` instead of the tiles that ship, for this kernel in the calls of a case, in the `with` block."""
-    key = kernel, getattr(torch, case.dtype).itemsize
-    shapes = ARCHITECTURES[triton.architecture(device)].shapes_of(*key, **_kind(case))
+    size = getattr(torch, case.dtype).itemsize
+    shapes, key = ARCHITECTURES[triton.architecture(device)].shapes_of(kernel, size, **_kind(case)), (kernel, size)
     shipped = shapes[key]
     wide = (case.head_dim > 64) + (case.head_dim > 128)
     shapes[key] = (*shipped[:wide], shape, *shipped[wide + 1 :])  # type: ignore[assignment]

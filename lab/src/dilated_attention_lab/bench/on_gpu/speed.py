@@ -185,14 +185,19 @@ def host(device: torch.device, case: Case, calls: int = 200) -> Iterator[Row]:
     yield Row.of(f"forward: time of a call in a row of {calls}", case.parameters, spread, "us", bar=bar)
 
 
+_WINDOWED, _WINDOWED_BACKWARD = (
+    getattr(torch.ops.aten, name) for name in ("_flash_attention_forward", "_flash_attention_backward")
+)
+
+
 class _FlashWindow(torch.autograd.Function):
-    """FlashAttention's own sliding window, in PyTorch's copy of it, causal. No public function of PyTorch reaches it."""
+    """FlashAttention's own sliding window, causal, in PyTorch's copy of it. No public function offers it."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:
         ctx.window = {"window_size_left": before, "window_size_right": 0}
         sizes = None, None, q.shape[1], k.shape[1], 0.0, True
-        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False, **ctx.window)
+        out, lse, state, unused, _ = _WINDOWED(q, k, v, *sizes, False, **ctx.window)
         ctx.save_for_backward(q, k, v, out, lse, state, unused)
         return out
 
@@ -200,9 +205,7 @@ class _FlashWindow(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, state, unused = ctx.saved_tensors
         sizes = None, None, q.shape[1], k.shape[1], 0.0, True
-        return *torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *sizes, state, unused, **ctx.window
-        ), None  # fmt: skip
+        return *_WINDOWED_BACKWARD(dout, q, k, v, out, lse, *sizes, state, unused, **ctx.window), None
 
 
 def window(keys: int, case: Case, device: torch.device, budget: float) -> Iterator[Row]:

@@ -1,8 +1,9 @@
 """`bench gpu`: the Triton kernels on a GPU: right, fast against dense kernels, small, and where they overtake native.
 
-In three parts of at most nine minutes each on 16 cores: go or no-go; which tiles, and windows; the long runs. Each job of a part
-runs in a process of its own, so that an error of the device, a crash or a hang costs its own rows only. Jobs that check
-or compile run at the same time, and what they compile is in Triton's cache for those that take times, one by one.
+In three parts of at most nine minutes each on 16 cores: go or no-go; which tiles, and windows; the long runs. Each job
+of a part runs in a process of its own, so that an error of the device, a crash or a hang costs its own rows only. Jobs
+that check or compile run at the same time, and what they compile is in Triton's cache for those that take times, one by
+one.
 
 The dense kernels, cuDNN's and FlashAttention's, compute about as many score entries in one long sequence as the pattern
 has in all; times are compared per score entry.
@@ -137,6 +138,10 @@ def part_3(machine: Machine) -> list[Group]:
         Job(f"peak memory, {backward=}", peak(narrow, device, backward=backward, bar=bar).measure)
         for backward, bar in ((False, 1.10), (True, None))
     ]
+    of_the_host = [
+        Job(f"time of the host, {name}", partial(speed.host, device, replace(SHORT, backend=name)))
+        for name in ("triton", "native")
+    ]
     return [
         *(Group(f"long times, head_dim {d}", 80, list(_speeds(machine, d, (262144,), 4.0))) for d in (128, 64)),
         Group("a million tokens, head_dim 64", 75, list(_speeds(machine, 64, (MILLION,), 6.0))),
@@ -145,11 +150,7 @@ def part_3(machine: Machine) -> list[Group]:
         Group("beyond 2^31 elements", 30, [Job("beyond 2^31 elements", partial(correctness.far_rows, device))]),
         Group("beside FlexAttention", 75, [_block_sparse(sparse(x), device, 3.0, flex=True) for x in (0.10, 0.02)]),
         Group("graphs", 30, [Job("graphs", partial(correctness.captured, SMALL, device))]),
-        Group("short calls", 25, [
-            Job("4,096 tokens", partial(speed.small, device, 4.0)),
-            *(Job(f"time of the host, {name}", partial(speed.host, device, replace(SHORT, backend=name)))
-              for name in ("triton", "native")),
-        ]),
+        Group("short calls", 25, [Job("4,096 tokens", partial(speed.small, device, 4.0)), *of_the_host]),
         Group("where triton overtakes native", 30, [Job("threshold", partial(speed.threshold, device, 1.0))]),
         Group("memory", 30, memory),
     ]

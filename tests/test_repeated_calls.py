@@ -1,0 +1,414 @@
+"""A call that was made before is not checked again, and only if nothing that a check looks at has changed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.func import grad, vmap
+
+from dilated_attention import (
+    BackendError,
+    BlockLayout,
+    Dilated,
+    UnsupportedError,
+    Window,
+    attention,
+    block_sparse_attention,
+    checks,
+    dilated_attention,
+    execution,
+    plan_cache,
+)
+from dilated_attention import call as calls
+from dilated_attention.backends import cpu, triton
+from dilated_attention.backends.table import BACKENDS
+from dilated_attention.call import Call
+
+N = 32
+LAYOUT = BlockLayout.local(N, 9, 8)
+PATTERNS = {
+    "dilated": Dilated([16, 32], [1, 2]),
+    "window": Window(3),
+    "sum": Window(3) + Dilated([32], [4]),
+    "layout": LAYOUT,
+    "product": Dilated([N], [1]) * LAYOUT,
+}
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+
+
+def tensors(**options):
+    return tuple(torch.randn(2, N, 4, 8, **options) for _ in range(3))
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The shapes of q in calls whose tensors were checked."""
+    seen, check = [], checks.tensors
+    monkeypatch.setattr(checks, "tensors", lambda q, *others: seen.append(q.shape) or check(q, *others))
+    return seen
+
+
+class TestFound:
+    @every_pattern
+    def test_the_second_call_is_not_checked(self, pattern, checked):
+        inputs = tensors()
+        outs = [attention(*inputs, pattern, is_causal=True, scale=0.5) for _ in range(3)]
+        assert len(checked) == 1
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(outs[0], outs[2])
+
+    def test_the_pattern_is_not_checked_either(self, monkeypatch):
+        inputs, made, check = tensors(), [], Dilated.__post_init__
+        monkeypatch.setattr(Dilated, "__post_init__", lambda pattern: made.append(pattern) or check(pattern))
+        for numbers in (list, tuple):
+            dilated_attention(*inputs, numbers([11, 32]), numbers([1, 2]))
+        assert len(made) == 1
+
+    def test_gradients(self):
+        pattern = PATTERNS["dilated"]
+        inputs = [x.requires_grad_() for x in tensors()]
+        with torch.no_grad():
+            attention(*inputs, pattern)
+        first, again = (torch.autograd.grad(attention(*inputs, pattern).sin().sum(), inputs) for _ in range(2))
+        assert all(map(torch.equal, first, again))
+
+    def test_dropout_is_drawn_in_each_call(self):
+        inputs = tensors()
+        first, again = (attention(*inputs, Window(9), dropout_p=0.5) for _ in range(2))
+        assert not torch.equal(first, again)
+
+    def test_the_problem_is_made_once(self):
+        inputs = tensors()
+        options = {**calls._DEFAULTS, "dropout_p": 0.5}
+        call = Call.remembered(*inputs, PATTERNS["dilated"], options)
+        assert call is Call.remembered(*inputs, PATTERNS["dilated"], dict(options))
+        assert execution._problem(call, *inputs[:2]) is execution._problem(call, *inputs[:2])
+        drawn = [replace(call, seed=torch.tensor(seed)) for seed in (1, 2)]
+        first, second = (execution._problem(x, *inputs[:2]).dropout.queries for x in drawn)
+        assert not torch.equal(first, second)
+
+    def test_the_problem_of_lists_is_checked_for_each_batch(self):
+        inputs = tensors()
+        call = Call.of(*inputs, BlockLayout.stack([LAYOUT] * 2))
+        execution._problem(call, *inputs[:2])
+        with pytest.raises(ValueError, match="lists for a batch of 2, got 1"):
+            execution._problem(call, *(x[:1] for x in inputs[:2]))
+
+    def test_the_cache_is_cleared_and_bounded(self, checked):
+        inputs = tensors()
+        before = plan_cache.info().max_bytes
+        for _ in range(2):
+            attention(*inputs, PATTERNS["dilated"])
+            plan_cache.clear()
+        assert len(checked) == 2
+        try:
+            plan_cache.resize(0)
+            for _ in range(2):
+                attention(*inputs, PATTERNS["dilated"])
+        finally:
+            plan_cache.resize(before)
+        assert len(checked) == 4
+
+    def test_sixteen_threads(self):
+        inputs = [tuple(x[:, :n] for x in tensors()) for n in range(8, N)]
+        expected = [dilated_attention(*x, [16, 32], [1, 2]) for x in inputs]
+        wrong = []
+
+        def work(seed):
+            draw = random.Random(seed)
+            for _ in range(60):
+                i = draw.randrange(len(inputs))
+                if not torch.equal(dilated_attention(*inputs[i], [16, 32], [1, 2]), expected[i]):
+                    wrong.append(i)
+                if draw.random() < 0.1:
+                    plan_cache.clear()
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+class TestRefusedAfterAnEqualValidCall:
+    @pytest.mark.parametrize(
+        ("valid", "refused"),
+        [
+            ({}, {"segment_lengths": [32.0]}),
+            ({}, {"segment_lengths": "1"}),
+            ({}, {"segment_lengths": {32}}),
+            ({}, {"dilation_rates": [True]}),
+            ({}, {"dilation_rates": (np.bool_(True),)}),
+            ({}, {"dilation_rates": np.ones(1)}),
+            ({}, {"head_groups": 0}),
+            ({}, {"head_groups": np.bool_(False)}),
+            ({}, {"compat": ["torchscale"]}),
+            ({}, {"offsets": None}),
+            ({"is_causal": True}, {"is_causal": 1}),
+            ({}, {"is_causal": 0}),
+            ({}, {"return_lse": 0}),
+            ({"head_offset": 1}, {"head_offset": True}),
+            ({"head_offset": 0}, {"head_offset": 0.0}),
+            ({"q_start": 0}, {"q_start": False}),
+            ({"q_start": 1, "k_start": 1}, {"q_start": 1.0, "k_start": 1}),
+            ({"softcap": 1.0}, {"softcap": torch.ones(())}),
+            ({"scale": 1.0}, {"scale": torch.ones(())}),
+            ({}, {"transport": "ring"}),
+            ({}, {"mesh": "context"}),
+            ({}, {"sinks": 0.0}),
+            ({}, {"lengths": "32"}),
+            ({}, {"cu_seqlens": 32}),
+            ({}, {"sinks": torch.zeros(3)}),
+            ({}, {"key_padding_mask": torch.zeros(2, N)}),
+            ({}, {"backend": "none"}),
+        ],
+        ids=str,
+    )
+    def test_arguments(self, valid, refused):
+        inputs, plain = tensors(), {"segment_lengths": [32], "dilation_rates": [1]}
+        dilated_attention(*inputs, **plain, **valid)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"{next(iter(refused))}"):
+                dilated_attention(*inputs, **{**plain, **refused})
+        dilated_attention(*inputs, **plain, **valid)
+
+    def test_integers_of_numpy_and_tensors_are_taken(self):
+        inputs = tensors()
+        expected = dilated_attention(*inputs, [16, 32], [1, 2])
+        for numbers in (np.array, torch.tensor, lambda x: [np.int64(i) for i in x], lambda x: [*map(torch.tensor, x)]):
+            assert torch.equal(dilated_attention(*inputs, numbers([16, 32]), numbers([1, 2])), expected)
+
+    def test_lists_that_are_written_to(self):
+        inputs, rates, rate, table = tensors(), [1, 2], torch.tensor(1), [[0] * 4, [1] * 4]
+
+        def outs():
+            yield dilated_attention(*inputs, [16, 32], rates)
+            yield dilated_attention(*inputs, [16, 32], [rate, 2])
+            yield dilated_attention(*inputs, [16, 32], [1, 2], offsets=table)
+
+        before = [*outs()]
+        rates[0], table[1][1] = 2, 0
+        rate += 1
+        for first, then in zip(before, outs(), strict=True):
+            assert not torch.equal(first, then)
+
+    def test_a_position_that_is_written_to(self):
+        inputs, start = tensors(), torch.tensor(0)
+        first = attention(*inputs, PATTERNS["dilated"], q_start=start)
+        start += 5
+        assert not torch.equal(attention(*inputs, PATTERNS["dilated"], q_start=start), first)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda q, k, v: (q.double(), k, v),
+            lambda q, k, v: (q, k, v.half()),
+            lambda q, k, v: (q, k.to("meta"), v),
+            lambda q, k, v: (q, k, v.to_sparse()),
+            lambda q, k, v: (q, k.to_mkldnn(), v),
+            lambda q, k, v: (torch.nested.nested_tensor([*q]), k, v),
+            lambda q, k, v: (q, k[:, 1:], v),
+            lambda q, k, v: (q, k, v[:, :, :3]),
+            lambda q, k, v: (q[0], k[0], v[0]),
+            lambda q, k, v: (q[..., :0], k[..., :0], v),
+            lambda q, k, v: (q.long(), k.long(), v.long()),
+            lambda q, k, v: (q, k.tolist(), v),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_tensors(self, change):
+        inputs = tensors()
+        attention(*inputs, PATTERNS["dilated"])
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^(q|k|v) |^q, k and v|^q and |^k and "):
+                attention(*change(*inputs), PATTERNS["dilated"])
+
+    def test_a_backend_that_cannot_serve(self):
+        inputs = tensors()
+        attention(*inputs, Window(3), backend="reference")
+        for _ in range(2):
+            with pytest.raises(BackendError, match="FlashAttention needs a CUDA device"):
+                attention(*inputs, Window(3), backend="flash")
+
+    def test_strides(self):
+        inputs = tensors()
+        expected = attention(*inputs, PATTERNS["dilated"])
+        views = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
+        torch.testing.assert_close(attention(*views, PATTERNS["dilated"]), expected)
+
+    def test_jit_trace(self):
+        inputs = tensors()
+        attention(*inputs, PATTERNS["dilated"])
+        with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace"):
+            torch.jit.trace(lambda *x: attention(*x, PATTERNS["dilated"]), inputs)
+
+    def test_swapped_axes_are_warned_of_in_every_call(self):
+        q = torch.randn(1, 2, 256, 4)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                attention(q, q, q, Window(1))
+        assert len(caught) == 3
+        assert {x.filename for x in caught} == {__file__}
+
+    def test_a_mask_that_is_written_to(self):
+        inputs, mask = tensors(), torch.zeros(2, N, dtype=torch.bool)
+        first = attention(*inputs, Window(3), key_padding_mask=mask)
+        mask[:, 5] = True
+        assert not torch.equal(attention(*inputs, Window(3), key_padding_mask=mask), first)
+
+
+class TestLayouts:
+    @pytest.mark.parametrize("within", [False, True], ids=["layout", "product"])
+    def test_a_table_that_is_written_to(self, within):
+        inputs, layout = tensors(), BlockLayout.local(N, 9, 8)
+        pattern = Dilated([N], [1]) * layout if within else layout
+        attention(*inputs, pattern)
+        layout.indices.add_(0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="a table was written to"):
+                attention(*inputs, pattern)
+
+    def test_each_layout_has_its_own_lists(self, checked):
+        inputs = tensors()
+        layouts = [BlockLayout.from_mask(torch.rand(2, 4, 4, 4) < 0.6, N, 8) for _ in range(4)]
+        found = [attention(*inputs, pattern) for layout in layouts for pattern in (layout, layout.select(batch=[0]))]
+        assert len(checked) == 1
+        plan_cache.clear()
+        for out, layout in zip(found, [y for x in layouts for y in (x, x.select(batch=[0]))], strict=True):
+            assert torch.equal(out, attention(*inputs, layout, backend="auto"))
+            plan_cache.clear()
+
+    @pytest.mark.parametrize(
+        "other", [BlockLayout.local(N + 8, 9, 8), BlockLayout.stack([LAYOUT] * 3)], ids=["length", "batch"]
+    )
+    def test_what_does_not_fit(self, other):
+        inputs = tensors()
+        block_sparse_attention(*inputs, LAYOUT)
+        with pytest.raises(ValueError, match="layout"):
+            block_sparse_attention(*inputs, other)
+
+    def test_one_entry_serves_all_layouts(self):
+        options = calls._DEFAULTS
+        kept = Call.remembered(*tensors(), LAYOUT, options)
+        again = Call.remembered(*tensors(), BlockLayout.global_(N, 1, 8), options)
+        assert kept.layouts == (LAYOUT,)
+        assert again.layouts == (BlockLayout.global_(N, 1, 8),)
+        assert plan_cache.info().entries == 1
+
+
+class TestState:
+    def test_autocast(self):
+        inputs = tensors()
+        for _ in range(2):
+            assert attention(*inputs, Window(3)).dtype == torch.float32
+            with torch.autocast("cpu", torch.bfloat16):
+                assert attention(*inputs, Window(3)).dtype == torch.bfloat16
+
+    def test_the_choice_of_a_backend(self, monkeypatch):
+        """Only tests change what the choice depends on, and they clear the cache."""
+        inputs, ran = tensors(), []
+        attention(*inputs, Window(3), backend="native")
+        native = BACKENDS["native"]
+        noted = replace(native, forward=lambda *x: ran.append("noted") or native.forward(*x))
+        monkeypatch.setitem(BACKENDS, "native", noted)
+        plan_cache.clear()
+        attention(*inputs, Window(3), backend="native")
+        assert ran == ["noted"]
+        monkeypatch.setattr(triton, "_refusal_of", lambda device: "there is none")
+        with pytest.raises(BackendError, match="there is none"):
+            attention(*inputs, Window(3), backend="triton")
+
+    @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+    def test_a_backend_that_comes_later_is_asked_again(self, monkeypatch):
+        """Errors are not kept."""
+        inputs = tensors()
+        monkeypatch.setattr(cpu, "_MISSING", "not yet")
+        with pytest.raises(BackendError, match="not yet"):
+            attention(*inputs, Window(3), backend="cpu")
+        monkeypatch.undo()
+        attention(*inputs, Window(3), backend="cpu")
+
+    def test_fake_tensors_leave_nothing_behind(self):
+        pattern = Window(3)
+        with FakeTensorMode():
+            assert attention(*tensors(), pattern).shape == (2, N, 4, 8)
+        assert plan_cache.info().entries == 0
+        inputs = tensors()
+        expected = attention(*inputs, pattern)
+        with FakeTensorMode():
+            assert type(attention(*tensors(), pattern)) is not torch.Tensor
+        assert torch.equal(attention(*inputs, pattern), expected)
+
+    @every_pattern
+    def test_torch_func(self, pattern):
+        q, k, v = tensors()
+        expected = torch.stack([attention(x, k, v, pattern) for x in (q, 2 * q)])
+        torch.testing.assert_close(vmap(lambda x: attention(x, k, v, pattern))(torch.stack([q, 2 * q])), expected)
+        leaf = q.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(attention(leaf, k, v, pattern).sum(), leaf)
+        torch.testing.assert_close(grad(lambda x: attention(x, k, v, pattern).sum())(q), wanted)
+
+    def test_forward_mode(self):
+        q, k, v = tensors()
+        attention(q, k, v, Window(3))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            attention(forward_ad.make_dual(q, q), k, v, Window(3))
+
+    def test_a_subclass_is_no_plain_tensor(self, checked):
+        class Marked(torch.Tensor):
+            pass
+
+        inputs = tensors()
+        marked = [x.as_subclass(Marked) for x in inputs]
+        expected = attention(*inputs, Window(3))
+        assert all(torch.equal(attention(*marked, Window(3)), expected) for _ in range(2))
+        assert len(checked) == 3
+
+    def test_a_pattern_of_the_callers_class_is_none_of_ours(self, checked):
+        class Mine(Dilated):
+            pass
+
+        inputs = tensors()
+        for _ in range(2):
+            attention(*inputs, Mine([N], [1]))
+            attention(*inputs, Mine([N], [1]) + Window(1))
+            with pytest.raises(ValueError, match="pattern must be"):
+                attention(*inputs, SimpleNamespace())
+        assert len(checked) == 6
+
+    def test_compiled(self, fresh_python):
+        """Eager calls before and after a compiled one do not change what its graph computes, at any length."""
+        fresh_python(
+            """
+            import torch
+            from dilated_attention import BlockLayout, Dilated, Window, attention, dilated_attention
+
+            layouts = {n: BlockLayout.local(n, 9, 8) for n in (32, 40)}
+            calls = [
+                lambda *x: dilated_attention(*x, [16, 32], [1, 2], is_causal=True),
+                lambda *x: attention(*x, Window(3) + Dilated([32], [4])),
+                lambda *x: attention(*x, layouts[x[0].shape[1]]),
+            ]
+            for call in calls:
+                for dynamic in (False, True):
+                    torch.compiler.reset()
+                    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+                    for n in (32, 40):
+                        inputs = [torch.randn(1, n, 2, 8, requires_grad=True) for _ in range(3)]
+                        expected = call(*inputs)
+                        out = compiled(*inputs)
+                        assert torch.equal(out, expected) and torch.equal(call(*inputs), expected)
+                        out.sum().backward()
+            """
+        )
