@@ -101,8 +101,9 @@ def test_calls_cut_by_the_limits_give_the_same(heads, seq_len, shapes, monkeypat
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["cuda_flash", "cuda_efficient"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("cuda_flash", torch.bfloat16), ("cuda_efficient", torch.float32)], ids=str
+)
 def test_operators_of_cuda_are_handed_whole_16_bytes(kind, dtype, monkeypatch):
     """Rows that begin one element off, or have gaps of one: a misaligned address would end the CUDA context."""
     handed = []
@@ -150,16 +151,29 @@ def test_operators_of_cuda_are_handed_a_contiguous_lse(kind, rows, monkeypatch):
     assert torch.equal(found[..., :rows], lse)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_gradient_of_lse_too_wide_for_the_operators_of_cuda(dtype, monkeypatch):
-    """Its columns make 264 of 256: no operator is right there, but plain products are."""
-    monkeypatch.setattr(fused, "_kind", lambda q, *others: "plain" if q.shape[-1] > 256 else "cuda_flash")
+@pytest.mark.parametrize("dlse", [None, torch.randn(1, 2, 20)], ids=["dout", "dout and dlse"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kinds", [("cuda_flash", "cuda_efficient"), ("cuda_efficient",) * 2], ids=str)
+def test_the_memory_efficient_operator_differentiates_single_precision_alone(kinds, dtype, dlse, monkeypatch):
+    """In half precision its dq and dk are wrong for merged values. `kinds`: without and with the column of dlse."""
+    called = []
+
+    def noted(dout, q, k, v, *others, **options):
+        called.append(q.dtype)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
+
+    monkeypatch.setattr(fused, "_kind", lambda q, *others: kinds[q.shape[-1] > 256])
+    monkeypatch.setattr(torch_internals, "efficient_backward", noted)
+    monkeypatch.setattr(torch_internals, "flash_backward", lambda *x, **y: noted(*x, **y)[:3])
     q, k, v, out, dout = (torch.randn(1, 2, 20, 256, dtype=dtype) for _ in range(5))
-    lse, dlse = (torch.randn(1, 2, 20) for _ in range(2))
-    scores, merged = fused.Scores(is_causal=True, scale=0.1), fused.Merged(dout, dlse, out, lse)
+    scores, merged = fused.Scores(is_causal=True, scale=0.1), fused.Merged(dout, dlse, out, torch.randn(1, 2, 20))
     found = fused.backward(scores, merged, q, k, v)
-    expected = fused._plain_backward(scores, merged, q, k, v)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    if dtype == torch.float32 or kinds[dlse is not None] == "cuda_flash":
+        assert called == [dtype]
+    else:
+        expected = fused._plain_backward(scores, merged, q, k, v)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        assert not called
 
 
 class CUDA:
@@ -192,7 +206,7 @@ def on(monkeypatch):
             (torch.float64, 64): "plain", (torch.float16, 20): "plain", (torch.bfloat16, 264): "plain",
         }),
         ([(8, 0), (8, 6), (9, 0), (10, 3), (12, 0)], {
-            (torch.bfloat16, 64): "cuda_flash", (torch.float16, 264): "plain",
+            (torch.bfloat16, 64): "cuda_flash", (torch.float16, 264): "cuda_efficient",
             (torch.float32, 64): "cuda_efficient", (torch.float64, 64): "plain", (torch.bfloat16, 20): "plain",
             (torch.bfloat16, 192): "cuda_flash", (torch.float16, 232): "cuda_flash",
         }),

@@ -7,10 +7,9 @@ gradient from any given (out, lse), which is what the merged backward needs. So 
 Outputs lie in memory as `(batch, seq, heads, head_dim)`.
 
 Where no operator fits, plain products are used, in chunks of bounded memory and in single precision at least: for
-few keys on CPU; on CUDA for a bias, float64 or a head_dim that 8 does not divide; and for softcap and dropout. The CPU
-operator has no dropout; those of CUDA draw dropout masks that no other backend or rank could repeat.
-
-Measured on CPU. The CUDA branch follows the operators' signatures and has not run on a GPU yet; see results/README.md.
+few keys on CPU; on CUDA for a bias, float64 or a head_dim that 8 does not divide, and for a backward in half precision
+that FlashAttention refuses; and for softcap and dropout. The CPU operator has no dropout; those of CUDA draw dropout
+masks that no other backend or rank could repeat.
 """
 
 from __future__ import annotations
@@ -99,14 +98,12 @@ def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
     head_dim = q.shape[-1]
     if q.device.type != "cuda" or bias is not None or q.dtype == torch.float64 or head_dim % 8:
         return "plain"
-    if q.dtype != torch.float32 and head_dim > 256:
-        return "plain"  # for flash too wide; the dq of the memory-efficient operator is wrong there (on an H200)
     capability = _capability(q.device)
     if capability < (8, 0):
         return "plain" if q.dtype == torch.bfloat16 else "cuda_efficient"
     # PyTorch's sdp_utils.cpp: flash has no backward there.
     refused = 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12)
-    return "cuda_efficient" if q.dtype == torch.float32 or refused else "cuda_flash"
+    return "cuda_efficient" if q.dtype == torch.float32 or head_dim > 256 or refused else "cuda_flash"
 
 
 @constant_when_traced
@@ -151,16 +148,17 @@ def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tu
     Causality, softcap and dropout of `scores` count as in `forward`. lse must be finite. A gradient on lse enters as
     one more column, see `append_column`.
     """
-    if scores.plain or _kind(q, k, scores.bias) == "plain":
-        return _plain_backward(scores, merged, q, k, v)
-    width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
-    wider = append_column(merged, q, k, v, width)
-    kind = _kind(*wider[1:3], scores.bias)
-    if kind == "plain":
-        return _plain_backward(scores, merged, q, k, v)
-    gradients = _fused_backward(kind, scores, *wider)
-    dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
-    return dq, dk, dv
+    if not scores.plain and _kind(q, k, scores.bias) != "plain":
+        width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
+        wider = append_column(merged, q, k, v, width)
+        kind = _kind(*wider[1:3], scores.bias)
+        # In half precision the memory-efficient operator returns wrong dq and dk for merged values (on an H200, by 13 %
+        # and more; dv is right, and so is all of it in single precision).
+        if kind != "cuda_efficient" or q.dtype == torch.float32:
+            gradients = _fused_backward(kind, scores, *wider)
+            dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
+            return dq, dk, dv
+    return _plain_backward(scores, merged, q, k, v)
 
 
 def append_column(merged: Merged, q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Merged, Tensor, Tensor, Tensor]:
