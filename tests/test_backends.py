@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -154,3 +156,17 @@ def test_another_default_dtype(dtype, backend):
 
 def test_the_call_names_every_backend():
     assert [name for name in BACKENDS if f'`"{name}"`' not in (attention.__doc__ or "")] == []
+
+
+def test_auto_takes_triton_where_results_say_so():
+    """The architectures and the least work are those of the files of results; every row of a check keeps its bar."""
+    least = {}
+    for file in (Path(__file__).parents[1] / "results").glob("cuda-*/gpu.jsonl"):
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        right = [row for row in rows if row["name"].endswith("largest relative error")]
+        assert len([row for row in right if row["parameters"]["backend"] == "triton"]) > 100
+        assert all(row["met"] for row in right)
+        (row,) = (row for row in rows if row["name"].startswith("`least` of "))
+        least[row["name"].split()[2]] = row["value"]
+    assert least == triton.RULES[-1].least
+    assert least.keys() == triton.RIGHT

@@ -155,7 +155,7 @@ def test_operators_of_cuda_are_handed_a_contiguous_lse(kind, rows, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kinds", [("cuda_flash", "cuda_efficient"), ("cuda_efficient",) * 2], ids=str)
 def test_the_memory_efficient_operator_differentiates_single_precision_alone(kinds, dtype, dlse, monkeypatch):
-    """In half precision its dq and dk are wrong for merged values. `kinds`: without and with the column of dlse."""
+    """Its dq and dk are wrong for merged values in half precision. `kinds`: without and with the column of dlse."""
     called = []
 
     def noted(dout, q, k, v, *others, **options):

@@ -1,7 +1,7 @@
 """List tile shapes per architecture, kernel, element size and head_dim.
 
-The shapes compile well (hardly any spills; they fit the shared memory; results/aot/). Those of sm_90 in 16 bits, for a
-head_dim of at most 128, are also the fastest of a dozen on an H200 (docs/notebook.md, 2026-11-27); no other has been
+The shapes compile well: hardly any spills, and they fit the shared memory (results/aot/). For 16 bits and a head_dim of
+at most 128, those of sm_90 are also the fastest of a dozen on an H200 (docs/notebook.md, 2026-11-27); no other has been
 timed. A tile of 64 rows at head_dim 256 needs its 8 warps: with 4 it spills.
 """
 
