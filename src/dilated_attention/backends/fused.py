@@ -7,9 +7,8 @@ gradient from any given (out, lse), which is what the merged backward needs. So 
 Outputs lie in memory as `(batch, seq, heads, head_dim)`.
 
 Where no operator fits, plain products are used, in chunks of bounded memory and in single precision at least: for
-few keys on CPU; on CUDA for a bias, float64 or a head_dim that 8 does not divide, and for a backward in half precision
-that FlashAttention refuses; and for softcap and dropout. The CPU operator has no dropout; those of CUDA draw dropout
-masks that no other backend or rank could repeat.
+few keys on CPU; on CUDA for a bias, float64 or a head_dim that 8 does not divide; and for softcap and dropout. The CPU
+operator has no dropout; those of CUDA draw dropout masks that no other backend or rank could repeat.
 """
 
 from __future__ import annotations
@@ -148,17 +147,13 @@ def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tu
     Causality, softcap and dropout of `scores` count as in `forward`. lse must be finite. A gradient on lse enters as
     one more column, see `append_column`.
     """
-    if not scores.plain and _kind(q, k, scores.bias) != "plain":
-        width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
-        wider = append_column(merged, q, k, v, width)
-        kind = _kind(*wider[1:3], scores.bias)
-        # In half precision the memory-efficient operator returns wrong dq and dk for merged values (on an H200, by 13 %
-        # and more; dv is right, and so is all of it in single precision).
-        if kind != "cuda_efficient" or q.dtype == torch.float32:
-            gradients = _fused_backward(kind, scores, *wider)
-            dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
-            return dq, dk, dv
-    return _plain_backward(scores, merged, q, k, v)
+    if scores.plain or _kind(q, k, scores.bias) == "plain":
+        return _plain_backward(scores, merged, q, k, v)
+    width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
+    wider = append_column(merged, q, k, v, width)
+    gradients = _fused_backward(_kind(*wider[1:3], scores.bias), scores, *wider)
+    dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
+    return dq, dk, dv
 
 
 def append_column(merged: Merged, q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Merged, Tensor, Tensor, Tensor]:
@@ -220,6 +215,10 @@ def _fused_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, queries, keys, 0.0, is_causal, state, state, scale=scale
         )
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf).contiguous()
+    if out.dtype != torch.float32:
+        # For its rowsum(dout · out) the kernel takes the rows of out to be heads x head_dim apart, whatever its strides
+        # (PyTorch's kernel_backward.h, o_strideM). In single precision the sum is made outside of the kernel.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return torch_internals.efficient_backward(
         dout, q, k, v, None, out, padded, state, state, 0.0, [True, True, True, False], is_causal, scale=scale
     )[:3]
