@@ -153,8 +153,10 @@ def test_operators_of_cuda_are_handed_a_contiguous_lse(kind, rows, monkeypatch):
 
 @pytest.mark.parametrize("dlse", [None, torch.randn(2, 4, 20)], ids=["dout", "dout and dlse"])
 def test_the_memory_efficient_operator_is_handed_the_out_that_it_reads(dlse, monkeypatch):
-    """Its kernel for half precision takes the rows of out to be heads x head_dim apart: with other strides dq and dk were
-    wrong on an H200, by 12 % and more."""
+    """Its kernel for half precision takes the rows of out to be heads x head_dim apart.
+
+    With other strides, dq and dk were wrong on an H200 by 12 % and more.
+    """
     handed = []
 
     def noted(dout, q, k, v, bias, out, *others, **options):
