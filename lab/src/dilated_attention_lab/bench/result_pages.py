@@ -95,17 +95,20 @@ def _environment(rows: list[Record]) -> str:
 
 
 def _by_case(rows: list[Record]) -> Iterator[str]:
-    """Yield a table for each set of two or more cases that have the same figures, then one for all other cases."""
+    """Yield a table for each set of two or more cases that have the same figures, then one for each other case that has
+    more than WIDEST figures, then one for the rest."""
     cases: dict[Case, dict[str, Record]] = {}
     for row in rows:
         cases.setdefault(_case(row["parameters"]), {})[row["name"]] = row
     groups: dict[tuple[str, ...], dict[Case, dict[str, Record]]] = {}
     for case, figures in cases.items():
         groups.setdefault(tuple(figures), {})[case] = figures
-    single = [(case, figures) for group in groups.values() if len(group) == 1 for case, figures in group.items()]
+    single: list[tuple[Case, Mapping[str, Record]]] = []
     for names, group in groups.items():
-        if len(group) > 1:
+        if len(group) > 1 or len(names) > WIDEST:
             yield _grouped(names, group)
+        else:
+            single += group.items()
     if single:
         common = _common([case for case, _ in single])
         lines = [
@@ -126,7 +129,8 @@ def _grouped(names: Sequence[str], group: Mapping[Case, Mapping[str, Record]]) -
     if len(names) <= WIDEST:
         return _constants(common) + markdown((*varying, *names), ([*heads[case], *cells[case]] for case in group))
     lines = ([name, *(cells[case][i] for case in group)] for i, name in enumerate(names))
-    return _constants(common) + markdown((", ".join(varying), *(", ".join(heads[case]) for case in group)), lines)
+    columns = [", ".join(heads[case]) or "value" for case in group]
+    return _constants(common) + markdown((", ".join(varying) or "figure", *columns), lines)
 
 
 def _compared(rows: list[Record]) -> Iterator[str]:
