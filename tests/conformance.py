@@ -15,6 +15,7 @@ A pattern or a backend is tested by one small class:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -60,6 +61,21 @@ Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def random_calls(count: int) -> settings:
     """`count` examples, and as many times more as a profile of conftest.py has more than the 50 of `make test`."""
     return settings(max_examples=count * settings().max_examples // 50)
+
+
+def in_sixteen_threads(work: Callable[[int], object]) -> None:
+    """Call `work` with each of the numbers below 16, in a thread of its own; all begin at the same time."""
+    start = threading.Barrier(16)
+
+    def begin(number: int) -> None:
+        start.wait()
+        work(number)
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def survivors(q: Tensor, k: Tensor, dropout_p: float, head_offset: int, seed: int) -> Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import threading
 import timeit
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance import excesses, random_calls, survivors
+from conformance import excesses, in_sixteen_threads, random_calls, survivors
 from dilated_attention import (
     BlockLayout,
     Dilated,
@@ -378,11 +377,10 @@ class TestCache:
         q = torch.randn(1, 128, 2, 8)
         layouts = [BlockLayout.random(128, 0.4, seed, 16) for seed in range(6)]
         expected = [[block_sparse_attention(q, q, q, x, is_causal=cut) for cut in (False, True)] for x in layouts]
-        wrong, start = [], threading.Barrier(16)
+        wrong = []
 
         def work(seed: int) -> None:
             draw = random.Random(seed)
-            start.wait()
             for _ in range(12):
                 if draw.random() < 0.2:
                     plan_cache.clear()
@@ -397,11 +395,7 @@ class TestCache:
                 if info.bytes > info.max_bytes:
                     wrong.append(info)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_sixteen_threads(work)
         assert not wrong
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conformance import in_sixteen_threads
 from dilated_attention import BlockLayout, Dilated, attention, execution, plan_cache
 from dilated_attention.backends import blocks, native, tiles
 from dilated_attention.cache import PlanCache, lasting
@@ -91,11 +92,10 @@ class TestCache:
         assert cache.info() == (0, 0, 0, 0, 0, 30)
 
     def test_sixteen_threads_ask_resize_and_clear(self):
-        cache, wrong, start = PlanCache(max_bytes=500), [], threading.Barrier(16)
+        cache, wrong = PlanCache(max_bytes=500), []
 
         def work(seed: int) -> None:
             draw = random.Random(seed)
-            start.wait()
             for _ in range(1500):
                 action = draw.random()
                 if action < 0.02:
@@ -109,11 +109,7 @@ class TestCache:
                 if info.bytes > info.max_bytes or info.bytes < info.entries:
                     wrong.append(info)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_sixteen_threads(work)
         assert not wrong
         assert cache.info().bytes == sum(entry.nbytes for entry in cache._entries.values())
 

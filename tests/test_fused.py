@@ -101,9 +101,8 @@ def test_calls_cut_by_the_limits_give_the_same(heads, seq_len, shapes, monkeypat
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("cuda_flash", torch.bfloat16), ("cuda_efficient", torch.float32)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["cuda_flash", "cuda_efficient"])
 def test_operators_of_cuda_are_handed_whole_16_bytes(kind, dtype, monkeypatch):
     """Rows that begin one element off, or have gaps of one: a misaligned address would end the CUDA context."""
     handed = []

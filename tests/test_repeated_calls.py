@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
 
+from conformance import in_sixteen_threads
 from dilated_attention import (
     BackendError,
     BlockLayout,
@@ -132,11 +132,7 @@ class TestFound:
                 if draw.random() < 0.1:
                     plan_cache.clear()
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_sixteen_threads(work)
         assert not wrong
 
 
