@@ -1,6 +1,6 @@
 """Tables that their caller writes to, views, frees and allocates again: no call runs the plan of an earlier content.
 
-`python tests/test_tables.py 10000` runs that many random sequences of calls.
+`python tests/test_tables.py 10000` runs that many random sequences of calls, and as many of compiled ones.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,17 +30,32 @@ def expected(q, k, v, blocks, is_causal):
     return torch.einsum("bhij,bjhd->bihd", p, v)
 
 
+def shown(order):
+    """The blocks that `order`, (heads, rows, number), lists, as booleans."""
+    return torch.zeros(*order.shape[:2], ROWS, dtype=torch.bool).scatter_(2, order, True)
+
+
+def tables(order):
+    """indptr and indices of the same blocks."""
+    heads, rows, number = order.shape
+    first = torch.arange(0, heads * rows * number, rows * number)[:, None]
+    return (first + torch.arange(0, rows * number + 1, number))[None], order.sort(-1)[0].flatten()
+
+
 def check(layout, blocks, is_causal, backend, inputs):
-    for x in inputs:
-        x.grad = None
     out = block_sparse_attention(*inputs, layout, is_causal=is_causal, backend=backend)
+    compare(out, inputs, lambda *wide: expected(*wide, blocks, is_causal), (backend, is_causal))
+
+
+def compare(out, inputs, expect, case):
+    """Hold out and the gradients of `inputs` against those of `expect` in float64."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    right = expected(*wide, blocks, is_causal)
+    right = expect(*wide)
     dout = torch.randn_like(out)
     found = torch.autograd.grad(out, inputs, dout)
     wanted = torch.autograd.grad(right, wide, dout.double())
     for x, y in zip((out, *found), (right, *wanted), strict=True):
-        assert (x - y).abs().max() < 1e-4, (backend, is_causal)
+        assert (x - y).abs().max() < 1e-4, case
 
 
 def run(seed):
@@ -51,17 +67,15 @@ def run(seed):
     for _ in range(draw.randint(2, 4)):
         heads, number = draw.choice((1, HEADS)), draw.randint(1, 3)
         order = torch.rand(heads, ROWS, ROWS).argsort(-1)[..., :number]
-        blocks = torch.zeros(heads, ROWS, ROWS, dtype=torch.bool).scatter_(2, order, True)
-        indices, indptr = order.sort(-1)[0].flatten(), torch.arange(0, heads * ROWS * number + 1, number)
-        indptr = torch.stack([indptr[head * ROWS : (head + 1) * ROWS + 1] for head in range(heads)])[None]
+        blocks, (indptr, indices) = shown(order), tables(order)
         kind = draw.choice(("refilled", "viewed", "new"))
         if kind != "new":  # in memory that earlier calls had their tables in
             start = draw.randint(0, 3) if kind == "viewed" else 0
-            tables = buffer[start:].split(
+            parts = buffer[start:].split(
                 [indptr.numel(), indices.numel(), len(buffer) - start - indptr.numel() - indices.numel()]
             )
-            indptr = tables[0].view(indptr.shape).copy_(indptr)
-            indices = tables[1].copy_(indices)
+            indptr = parts[0].view(indptr.shape).copy_(indptr)
+            indices = parts[1].copy_(indices)
         layout = BlockLayout(indptr, indices, N, BLOCK, BLOCK)
         is_causal, backend = draw.random() < 0.7, draw.choice(BACKENDS)
         check(layout, blocks, is_causal, backend, inputs)
@@ -71,7 +85,7 @@ def run(seed):
             layout.indices.copy_(turned.sort(-1)[0].flatten())
             with pytest.raises(ValueError, match="written to"):
                 check(layout, blocks, is_causal, backend, inputs)
-            blocks = torch.zeros(heads, ROWS, ROWS, dtype=torch.bool).scatter_(2, turned, True)
+            blocks = shown(turned)
             layout = BlockLayout(layout.indptr, layout.indices, N, BLOCK, BLOCK)
             held[-1] = layout, blocks
             check(layout, blocks, is_causal, backend, inputs)
@@ -83,11 +97,63 @@ def run(seed):
             check(*draw.choice(held), is_causal, backend, inputs)
 
 
+def layers(q, k, v, layout, orders, is_causal, backend):
+    """A layer over a layout from outside, then two whose tables are computed here, where Inductor may reuse memory."""
+    q = q + block_sparse_attention(q, k, v, layout, is_causal=is_causal, backend=backend)
+    for order in orders:
+        inner = BlockLayout(*tables(order), N, BLOCK, BLOCK)
+        q = q + block_sparse_attention(q, k, v, inner, is_causal=is_causal, backend=backend)
+    return q
+
+
+def run_compiled(seed, compiled):
+    """A random sequence of calls of compiled `layers`, on tables in memory that earlier calls had theirs in."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    inputs = [torch.randn(1, N, HEADS, 8, requires_grad=True) for _ in range(3)]
+    heads, number, is_causal, backend = HEADS, 2, draw.random() < 0.5, draw.choice(BACKENDS)
+    buffer = torch.empty(3, heads, ROWS, number, dtype=torch.int64)
+    kept = [torch.empty_like(table) for table in tables(buffer[0])]
+    for _ in range(draw.randint(2, 4)):
+        orders = torch.rand(3, heads, ROWS, ROWS).argsort(-1)[..., :number]
+        orders = buffer.copy_(orders) if draw.random() < 0.5 else orders.contiguous()
+        outer = [table.clone() for table in tables(orders[0])]
+        if draw.random() < 0.5:
+            outer = [x.copy_(table) for x, table in zip(kept, outer, strict=True)]
+        layout = BlockLayout(*outer, N, BLOCK, BLOCK)
+        blocks = [shown(order) for order in orders]
+        out = compiled(*inputs, layout, orders[1:].unbind(), is_causal, backend)
+
+        def expect(q, k, v, blocks=blocks):
+            for seen in blocks:
+                q = q + expected(q, k, v, seen, is_causal)
+            return q
+
+        compare(out, inputs, expect, (backend, is_causal))
+        if draw.random() < 0.5:
+            layout.indices.copy_(tables(orders[1])[1])  # the next layout may get this memory
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, *(pytest.param(x, marks=pytest.mark.thorough) for x in (20, 40))])
 def test_random_sequences(first):
     for seed in range(first, first + 20):
         run(seed)
+
+
+@pytest.mark.thorough
+def test_random_compiled_sequences(fresh_python):
+    fresh_python(
+        f"""
+        import sys, torch
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_tables import layers, run_compiled
+
+        compiled = torch.compile(layers, fullgraph=True)
+        for seed in range(20):
+            run_compiled(seed, compiled)
+        """
+    )
 
 
 def test_the_tables_of_a_layout_are_its_own():
@@ -146,6 +212,8 @@ def test_tables_that_are_computed_in_a_compiled_graph(fresh_python):
 
 if __name__ == "__main__":
     gc.freeze()  # what was imported stays; walking through it takes nine tenths of the time
+    compiled = torch.compile(layers, fullgraph=True)
     for seed in range(int(sys.argv[1])):
         run(seed)
+        run_compiled(seed, compiled)
     print(f"{sys.argv[1]} sequences: no stale plan")
