@@ -548,7 +548,7 @@ def test_the_demo_never_expects_less_than_no_time(capsys, monkeypatch):
     """Training takes a little longer than the time that it was given."""
     monkeypatch.setattr(terminal, "PLAIN_SECONDS", 0.0)
     for total in (2.0, 0.0):
-        with terminal.progress(console(), "text", total) as advance:
+        with terminal.progress(console(), "text " * 20, total) as advance:  # wider than the 80 columns of a pipe
             advance(0.0, "begun")
             time.sleep(0.02)
             advance(200.0, "done")

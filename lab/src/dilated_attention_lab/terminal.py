@@ -55,7 +55,7 @@ def progress(console: Console, label: str, total: float) -> Iterator[Advance]:
     done, last = 0.0, ""
 
     def tell(words: str) -> None:
-        console.print(f"{label}: {last}, {time.perf_counter() - begin:.0f} s{words}", highlight=False)
+        console.print(f"{label}: {last}, {time.perf_counter() - begin:.0f} s{words}", soft_wrap=True)
         console.file.flush()
 
     with Progress(
