@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -196,10 +197,12 @@ def _ring(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _selecting(case: Case, rounds: int) -> dict[str, Any]:
-    """Time a forward and backward of native sparse attention over the same sequence on rank 0 alone, and on all ranks.
+    """Time a forward and backward of native sparse attention over the same sequence on one rank, and shared by all.
 
-    Return the processor seconds of each round: `alone`, and the `mean` and the `most` over the ranks. Waiting does not
-    count, so there may be more ranks than cores. Each round has another input, for which other blocks are chosen.
+    Return the processor seconds of each round: of one rank `alone`, and the `mean` and the `most` over the ranks that
+    share. Waiting does not count, so there may be more ranks than cores. As many ranks as there are cores compute alone
+    at the same time, each by itself, since busy cores share the memory's rate; `alone` is their mean. Each round has
+    another input, for which other blocks are chosen.
     """
     mesh, width = dist.group.WORLD, case.heads * case.head_dim
     assert mesh is not None
@@ -207,7 +210,8 @@ def _selecting(case: Case, rounds: int) -> dict[str, Any]:
     whole, shared = (NativeSparseAttention(width, case.heads) for _ in range(2))
     set_context_parallel(shared, mesh, seq_len=case.seq_len)
     tables = Rotary(case.head_dim).tables(torch.arange(case.seq_len))
-    own = slice(*sequence_range(case.seq_len, mesh))
+    own, rank = slice(*sequence_range(case.seq_len, mesh)), dist.get_rank()
+    cores = min(os.cpu_count() or 1, dist.get_world_size())
 
     def seconds(module: NativeSparseAttention, x: torch.Tensor, at: slice) -> float:
         begin = time.thread_time()
@@ -218,14 +222,16 @@ def _selecting(case: Case, rounds: int) -> dict[str, Any]:
     samples: Samples = {"alone": [], "mean": [], "most": []}
     for i in range(rounds + 1):  # the first is a warm-up
         x = torch.randn(case.batch, case.seq_len, width)
+        times = torch.zeros(2, dist.get_world_size(), dtype=torch.float64)
         dist.barrier()
-        alone = seconds(whole, x, slice(None)) if dist.get_rank() == 0 else 0.0
+        if rank < cores:
+            times[0, rank] = seconds(whole, x, slice(None))
         dist.barrier()
-        ranks = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-        ranks[dist.get_rank()] = seconds(shared, x, own)
-        dist.all_reduce(ranks)
+        times[1, rank] = seconds(shared, x, own)
+        dist.all_reduce(times)
+        alone, shares = times
         if i:
-            for name, found in (("alone", alone), ("mean", ranks.mean()), ("most", ranks.max())):
+            for name, found in (("alone", alone[:cores].mean()), ("mean", shares.mean()), ("most", shares.max())):
                 samples[name].append(float(found))
     return samples
 
