@@ -1,4 +1,5 @@
-"""Ctrl-C at ten moments of every command, and outputs that are no terminal: one line, the right code, no traceback.
+"""Ctrl-C at ten moments of every command, and outputs that are no terminal: one line, the right code, no traceback, no
+process that stays.
 
 `pytest tests/explore_interrupts.py` takes a quarter of an hour; `-k suggest` is one command. Ctrl-C reaches the whole
 process group, as from a terminal. Moments are shares of the time that the command takes, and the events that a command
@@ -12,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from safetensors.torch import save_file
 from test_checkpoints import Golden
 
 LONGEST = 30.0  # seconds of a command that is interrupted: the rest of a longer one is more of the same
+NUMBERS = count()
 SHARES = [(i + 0.5) / 10 for i in range(10)]
 EVENTS = ("open:w", "os.rename")
 SMALL = ["--tokens", "512", "--segments", "128,512", "--rates", "1,2", "--heads", "2"]
@@ -75,11 +79,29 @@ def folder(tmp_path_factory) -> Path:
 
 
 def start(folder: Path, name: str, words: list[str], stdout: int = subprocess.DEVNULL, **more: str) -> subprocess.Popen:
-    environment = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"} | more
+    environment = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "MARK": f"{os.getpid()}-{next(NUMBERS)}"}
     command = [sys.executable, "-m", "dilated_attention", name, *words]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, start_new_session=True
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment | more,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
+    process.mark = environment["MARK"]
+    return process
+
+
+def left(process: subprocess.Popen) -> list[str]:
+    """The command lines of processes that `process` started, or they in turn, and that still run. Only Linux tells."""
+    mark, lines = f"MARK={process.mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended since, or another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                lines.append((folder / "cmdline").read_text().replace("\0", " "))
+    return lines
 
 
 @cache
@@ -99,6 +121,7 @@ def seconds(folder: Path, name: str) -> float:
 def judge(process: subprocess.Popen, done_is_right: bool = True) -> None:
     """Ended by Ctrl-C with one line, or just before."""
     said = process.communicate(timeout=60)[1]
+    assert left(process) == []
     lines = [line for line in said.splitlines() if not line.startswith("dilated-attention: warning:")]
     # A command that was at its end: done, or ended by the signal itself while the interpreter shuts down.
     if done_is_right and process.returncode in (0, -signal.SIGINT) and not lines:

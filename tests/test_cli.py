@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -619,6 +620,38 @@ sys.exit(main(["plot", "local", "--window", "64", "--out", {str(tmp_path / "a.pn
 """
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "dilated-attention: interrupted\n")
+
+
+@pytest.mark.slow
+def test_control_c_leaves_no_rank(tmp_path):
+    """Ctrl-C while ranks of torchrun wait for each other, where no interrupt reaches them."""
+    (tmp_path / "waiting.py").write_text(
+        "import os, pathlib, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "pathlib.Path(os.environ['FOLDER'], str(os.getpid())).touch()\n"
+        "time.sleep(600)\n"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    launcher = ("torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=0", "-m")
+    source = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from dilated_attention_lab.bench.measure import in_new_process
+in_new_process("waiting", {{}}, launcher={launcher!r}, FOLDER={str(pids)!r})
+"""
+    process = subprocess.Popen([sys.executable, "-c", source], stderr=subprocess.PIPE, start_new_session=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and len([*pids.iterdir()]) < 2:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert b"KeyboardInterrupt" in process.communicate(timeout=60)[1]
+    started, left = [int(file.name) for file in pids.iterdir()], []
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            left.append(pid)
+    assert (len(started), left) == (2, [])
 
 
 def test_output_that_cannot_be_written_is_one_line(capsys, tmp_path, text, monkeypatch):

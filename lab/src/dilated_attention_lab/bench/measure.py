@@ -178,15 +178,22 @@ def in_new_process(
         launcher: a module that runs modules, such as torchrun's, with its options; empty for none.
         more: variables of the environment.
     """
-    process = subprocess.run(
-        [*limit, sys.executable, "-m", *launcher, module, json.dumps(request)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | more,
-        capture_output=True,
-        text=True,
+    command = [*limit, sys.executable, "-m", *launcher, module, json.dumps(request)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | more
+    # A session of its own: Ctrl-C of a terminal reaches this process alone, which ends the launcher and waits for it,
+    # as the launcher ends its ranks and waits for them. Killed, it would leave them.
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+    try:
+        answer, said = process.communicate()
+    except BaseException:
+        process.terminate()
+        process.communicate()
+        raise
     if process.returncode:
-        raise RuntimeError(f"{module} {request} ended with {process.returncode}: {process.stderr[-2000:]}")
-    return json.loads(process.stdout.splitlines()[-1])
+        raise RuntimeError(f"{module} {request} ended with {process.returncode}: {said[-2000:]}")
+    return json.loads(answer.splitlines()[-1])
 
 
 def before_peak(case: Case) -> Case:

@@ -15,7 +15,7 @@ from dilated_attention.plumbing import storage
 from dilated_attention_lab.bench import compare
 from dilated_attention_lab.bench.charts import PICTURES
 from dilated_attention_lab.bench.results import Record, read
-from dilated_attention_lab.bench.tables import markdown, number, value, verdict
+from dilated_attention_lab.bench.tables import markdown, number, value
 
 WIDEST = 6
 """The most figures in a row of a table; if a case has more, each figure is a line and each case a column."""
@@ -116,7 +116,10 @@ def _by_case(rows: list[Record]) -> Iterator[str]:
             for case, figures in single
             for name, row in figures.items()
         ]
-        yield _constants(common) + markdown(("figure", "case", "value"), lines)
+        if any(case for _, case, _ in lines):
+            yield _constants(common) + markdown(("figure", "case", "value"), lines)
+        else:
+            yield _constants(common) + markdown(("figure", "value"), ((name, cell) for name, _, cell in lines))
 
 
 def _grouped(names: Sequence[str], group: Mapping[Case, Mapping[str, Record]]) -> str:
@@ -229,5 +232,5 @@ def _summary(path: Path, rows: list[Record]) -> list[str]:
     newest = max(rows, key=lambda row: row["date"])
     judged = [row for row in rows if row["value"] is not None and "met" in row]
     name = f"[{path.stem}](tables/{path.parent.name}/{path.stem}.md)"
-    bars = verdict(judged).removeprefix("met in ") if len(judged) > 1 else ""
+    bars = f"{sum(row['met'] for row in judged)} of {len(judged)}" if judged else ""
     return [name, str(len(rows)), str(empty), newest["date"][:10], newest["commit"][:7], bars]
