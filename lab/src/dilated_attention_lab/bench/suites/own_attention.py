@@ -34,6 +34,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         _gemma(device, 8192, (0.75, 1.0)),
         _gemma(device, 32768, (0.45, 1.0)),
         _gemma_blocks(device, 16384),
+        _gemma_tokens(device, 8192),
     ]
 
 
@@ -95,12 +96,9 @@ def _shape(
 
 def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Contender:
     """Return a contender that runs the model in one phase: `forward`, without gradients, or `forward+backward`."""
-    from dilated_attention.integrations.huggingface import register
-
-    register()
 
     def work() -> Iterator[str]:
-        model.set_attn_implementation(implementation)
+        _choose(model, implementation)
         with torch.set_grad_enabled(backward):
             states = model(input_ids=tokens, use_cache=False).last_hidden_state
         if backward:
@@ -109,6 +107,14 @@ def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Co
         yield "forward+backward" if backward else "forward"
 
     return work
+
+
+def _choose(model: Any, implementation: str) -> None:
+    """Let the model's next calls compute their attention with this implementation of transformers, or with ours."""
+    from dilated_attention.integrations.huggingface import register
+
+    register()
+    model.set_attn_implementation(implementation)
 
 
 def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float | None]) -> Step:
@@ -187,6 +193,45 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
     return Step(f"Gemma 3 270M, 25% of blocks at {seq_len:,} tokens", run)
 
 
+def _gemma_tokens(device: torch.device, seq_len: int) -> Step:
+    """Compare Gemma's own attention, computed by this library, with `sdpa` on new tokens after a prompt with a cache:
+    the time of a token. A round has 16 tokens, and the cache keeps them."""
+
+    def run() -> Iterator[Row]:
+        parameters = GEMMA_SHAPE | {"seq_len": seq_len}
+        if why := activations.missing(activations.GEMMA, "gguf"):
+            yield Row("a new token with a cache: time over sdpa", parameters, None, "x", refused=why)
+            return
+        from transformers import DynamicCache
+
+        model, text = activations.load_gemma()
+        model.to(device)
+
+        def contender(name: str) -> Contender:
+            cache, tokens = DynamicCache(config=model.config), text[:, :seq_len].to(device)
+
+            def read() -> None:
+                nonlocal tokens
+                _choose(model, name)
+                with torch.no_grad():
+                    tokens = model(tokens, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+
+            def work() -> Iterator[str]:
+                for _ in range(16):
+                    read()
+                yield "16 new tokens"
+
+            read()
+            return work
+
+        contenders = {name: contender(name) for name in (OURS, "sdpa")}
+        rounds = measure.interleave(contenders, seconds=60, device=device)
+        title = "a new token with a cache: time over sdpa"
+        yield over(rounds, OURS, "sdpa", "16 new tokens", parameters, title, bar=1.0)
+
+    return Step(f"Gemma 3 270M, new tokens after {seq_len:,}", run)
+
+
 class _Prompt:
     """Run a model on a prompt, and hold what the last run left: the last layer's `states` `(seq, width)`, and the
     `bytes` that the forward added at its peak, None if the system does not say. `reads` returns the contender."""
@@ -202,7 +247,7 @@ class _Prompt:
 
         def work() -> Iterator[str]:
             self.states = torch.empty(0)
-            model.set_attn_implementation(implementation)
+            _choose(model, implementation)
             self.bytes = measure.peak_above_now(forward, tokens.device)
             yield "forward"
 
