@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dilated_attention import torch_internals
 from dilated_attention_lab.bench import compare, measure
-from dilated_attention_lab.bench.cases import Case, Method
+from dilated_attention_lab.bench.cases import Case, Method, trained
 from dilated_attention_lab.bench.compare import Call, Setting
 from dilated_attention_lab.bench.exact import exact, rows_of
 from dilated_attention_lab.bench.results import Recorder, Row
@@ -261,7 +261,8 @@ def measured(setting: Setting, device: torch.device, found: Sequence[Peer]) -> I
         calls[peer.name] = call
         backward[peer.name] = setting.backward and _differentiable(call, inputs)
     contenders = {
-        name: compare.contender_of(call, setting.base, device, backward[name]) for name, call in calls.items()
+        name: trained(call, compare.inputs_of(setting.base, device), backward=backward[name])
+        for name, call in calls.items()
     }
     rounds = measure.interleave(contenders, seconds=setting.seconds, device=device, least=2)
     for name in figures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -40,6 +40,25 @@ def contender(call: Callable[[], object]) -> Contender:
     def work() -> Iterator[str]:
         call()
         yield "forward"
+
+    return work
+
+
+def trained(
+    call: Callable[..., Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor] = (), *, backward: bool = True
+) -> Contender:
+    """Return a contender that runs `call(*inputs)`, whose output has the shape of the first input: the phase `forward`
+    and, with `backward`, the phase `forward+backward`, which adds the gradients of inputs and parameters."""
+    leaves = [*(x.requires_grad_(backward) for x in inputs), *parameters]
+    gradient = torch.randn_like(inputs[0]) if backward else None
+
+    def work() -> Iterator[str]:
+        with torch.set_grad_enabled(backward):
+            out = call(*inputs)
+            yield "forward"
+            if backward:
+                torch.autograd.grad(out, leaves, gradient)
+                yield "forward+backward"
 
     return work
 

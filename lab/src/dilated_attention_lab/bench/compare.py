@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_lab.bench import measure, rank_processes
-from dilated_attention_lab.bench.cases import SPARSE, Case, Contender, Method
+from dilated_attention_lab.bench.cases import SPARSE, Case, Method, trained
 from dilated_attention_lab.bench.exact import exact, keys_reached, rows_of
 from dilated_attention_lab.bench.measure import Spread
 from dilated_attention_lab.bench.results import Record, Row
@@ -157,7 +157,9 @@ def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
     where = setting.base.parameters | {"compiled": setting.compiled}
     errors, bar = {name: found["error"] for name, found in figures.items()}, BARS[getattr(torch, setting.base.dtype)]
     yield Row(WORST, where, measure.largest(errors.values()), "", bar=bar, figures=errors)
-    contenders = {name: contender_of(call, setting.base, device, setting.backward) for name, call in calls.items()}
+    contenders = {
+        name: trained(call, inputs_of(setting.base, device), backward=setting.backward) for name, call in calls.items()
+    }
     rounds = measure.interleave(contenders, seconds=setting.seconds, device=device, least=2)
     for name in calls:
         yield Row.of(
@@ -280,21 +282,6 @@ def call_and_peak(
             call(*inputs)
         peak = measure.peak_above_now(lambda: outs.append(call(*inputs)), device)
     return outs[0], peak
-
-
-def contender_of(call: Call, base: Case, device: torch.device, backward: bool) -> Contender:
-    inputs = [x.requires_grad_(backward) for x in inputs_of(base, device)]
-    gradient = torch.randn_like(inputs[0]) if backward else None
-
-    def work() -> Iterator[str]:
-        with torch.set_grad_enabled(backward):
-            out = call(*inputs)
-            yield "forward"
-            if backward:
-                torch.autograd.grad(out, inputs, gradient)
-                yield "forward+backward"
-
-    return work
 
 
 def table(rows: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

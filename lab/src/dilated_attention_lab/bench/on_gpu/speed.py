@@ -17,14 +17,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dilated_attention import Window
 from dilated_attention.plumbing import triton
 from dilated_attention_lab.bench import measure
-from dilated_attention_lab.bench.cases import Case, Contender, under
+from dilated_attention_lab.bench.cases import Case, Contender, trained, under
 from dilated_attention_lab.bench.groups import failures, reason_of
 from dilated_attention_lab.bench.measure import Rounds, Spread
 from dilated_attention_lab.bench.on_gpu import SMALL
 from dilated_attention_lab.bench.on_gpu.correctness import graph_of
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import rates
-from dilated_attention_lab.bench.suites.windows import both, windowed
+from dilated_attention_lab.bench.suites.windows import windowed
 from dilated_attention_lab.verification import relative_error
 
 RATES = {("forward", 128, False): 0.58, ("forward", 64, False): 0.46, ("forward", 128, True): 0.52,
@@ -222,7 +222,7 @@ def window(keys: int, case: Case, device: torch.device, budget: float) -> Iterat
     calls = {ours: windowed(seen, True, "triton"), rival: lambda *x: _FlashWindow.apply(*x, seen.before)}
     error = relative_error(*(call(q, k, v).double() for call in calls.values()))
     yield Row("out: relative difference from FlashAttention's window", parameters, error, "", bar=1e-2)
-    contenders = {name: both(call, (q, k, v)) for name, call in calls.items()}
+    contenders = {name: trained(call, (q, k, v)) for name, call in calls.items()}
     found, refused = serving(dense_makers(case, device, backward=True))
     contenders |= found
     rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))

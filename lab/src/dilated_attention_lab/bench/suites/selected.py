@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention import BlockLayout, block_sparse_attention
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, SelfAttention
 from dilated_attention_lab.bench import measure
-from dilated_attention_lab.bench.cases import Contender
+from dilated_attention_lab.bench.cases import trained
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, over
 
@@ -53,8 +53,8 @@ def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
             name: MODULES[name](WIDTH, HEADS, KV_HEADS, device=device, **settings)
             for name, settings in SETTINGS.items()
         }
-        work = {name: _trained(partial(module, x), (x, *module.parameters())) for name, module in modules.items()}
-        work["dense"] = _trained(partial(dense, x, is_causal=True), (x, *dense.parameters()))
+        work = {name: trained(module, [x], module.parameters()) for name, module in modules.items()}
+        work["dense"] = trained(partial(dense, is_causal=True), [x], dense.parameters())
         rounds = measure.interleave(work, seconds=budget, device=device, least=2)
         for name, settings in SETTINGS.items():
             parameters = {"seq_len": seq_len, "width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, **settings}
@@ -64,19 +64,6 @@ def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
                 yield over(rounds, name, "dense", phase, parameters, title, bar=bar)
 
     return Step(f"modules that select, {seq_len:,} tokens", run)
-
-
-def _trained(call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Contender:
-    """Make a contender: forward, and backward to the leaves. The first leaf has the shape of the output."""
-    gradient = torch.randn_like(leaves[0])
-
-    def work() -> Iterator[str]:
-        out = call()
-        yield "forward"
-        torch.autograd.grad(out, leaves, gradient)
-        yield "forward+backward"
-
-    return work
 
 
 def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Step:
@@ -94,20 +81,20 @@ def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> S
         q, k, v = (
             torch.randn(1, seq_len, heads, HEAD_DIM, device=device, requires_grad=True) for heads in (HEADS // 2, 1, 1)
         )
-        calls: dict[str, Callable[[], Tensor]] = {
-            "lists": lambda: block_sparse_attention(q, k, v, layout),  # type: ignore[dict-item, return-value]
-            "gather": lambda: gather(q, k, v, chosen),
-            "dense": lambda: _dense(q, k, v),
+        calls: dict[str, Callable[..., Tensor]] = {
+            "lists": partial(block_sparse_attention, layout=layout),
+            "gather": partial(gather, chosen=chosen),
+            "dense": _dense,
         }
         parameters = {
             "seq_len": seq_len, "keys": number, "heads": HEADS // 2, "kv_heads": 1, "head_dim": HEAD_DIM,
             "block_size": 1, "lists": "drawn uniformly",
         }  # fmt: skip
         with torch.no_grad():
-            found, expected = (calls[name]().double() for name in ("lists", "gather"))
+            found, expected = (calls[name](q, k, v).double() for name in ("lists", "gather"))
         difference = float((found - expected).norm() / expected.norm())
         yield Row("lists of tokens: relative difference from a gather", parameters, difference, "", bar=3e-6)
-        work = {name: _trained(call, (q, k, v)) for name, call in calls.items()}
+        work = {name: trained(call, (q, k, v)) for name, call in calls.items()}
         rounds = measure.interleave(work, seconds=budget, device=device, least=2)
         for rival, bar in TOKEN_BARS.items():
             for phase in PHASES:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dilated_attention import Dilated, Window, attention
 from dilated_attention_lab.bench import measure
-from dilated_attention_lab.bench.cases import Contender, contender
+from dilated_attention_lab.bench.cases import Contender, contender, trained
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, over
 
@@ -54,20 +54,6 @@ def _parameters(q: Tensor, **more: Any) -> dict[str, Any]:
     return {"seq_len": q.shape[1], "heads": HEADS, "head_dim": q.shape[3], "dtype": dtype, **more}
 
 
-def both(attend: Attend, tensors: tuple[Tensor, Tensor, Tensor]) -> Contender:
-    """Make a contender that calls `attend` on q, k and v, the `tensors`: phases `forward` and `forward+backward`."""
-    leaves = tuple(x.requires_grad_() for x in tensors)
-    gradient = torch.randn_like(tensors[0])
-
-    def work() -> Iterator[str]:
-        out = attend(*leaves)
-        yield "forward"
-        torch.autograd.grad(out, leaves, gradient)
-        yield "forward+backward"
-
-    return work
-
-
 def _torch(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
@@ -96,8 +82,8 @@ def _over_dense(
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
         contenders = {
-            "window": both(windowed(window, is_causal), (q, k, v)),
-            "dense": both(partial(_torch, is_causal=is_causal), (q, k, v)),
+            "window": trained(windowed(window, is_causal), (q, k, v)),
+            "dense": trained(partial(_torch, is_causal=is_causal), (q, k, v)),
         }
         rounds = measure.interleave(contenders, seconds=budget, device=q.device, dtype=q.dtype)
         entries = window.flops(seq_len, 1, 1, is_causal) / Dilated((seq_len,), (1,)).flops(seq_len, 1, 1, is_causal)
@@ -116,8 +102,8 @@ def _over_mask(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
         distance = torch.arange(seq_len) - torch.arange(seq_len)[:, None]
         mask = ((distance <= 0) & (distance >= -window.before)).to(q.device)
         contenders = {
-            "window": both(windowed(window, True), (q, k, v)),
-            "mask": both(partial(_torch, attn_mask=mask), (q, k, v)),
+            "window": trained(windowed(window, True), (q, k, v)),
+            "mask": trained(partial(_torch, attn_mask=mask), (q, k, v)),
         }
         rounds = measure.interleave(contenders, seconds=budget, device=q.device)
         parameters = _parameters(q, before=window.before, after=0, is_causal=True)
