@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from dilated_attention import dilated_attention
@@ -89,29 +91,35 @@ def _interleave(contenders: Mapping[str, Callable[[], float | None]], rounds: in
     return samples
 
 
-def _training_step(case: Case, tensors: Sequence[torch.Tensor], mesh: Any) -> Callable[[], None]:
-    q, k, v, gradient = (x.clone() for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+def _attend(case: Case, inputs: Sequence[Tensor], mesh: ProcessGroup | None, **options: Any) -> Tensor:
+    """Return the output of the case's call on q, k and v, the first of `inputs`: with a mesh, this rank's shards."""
+    q, k, v, *_ = inputs
+    if mesh is not None:
+        options |= {"mesh": mesh, "seq_len": case.seq_len}
+    out = dilated_attention(q, k, v, case.segment_lengths, case.dilation_rates, is_causal=case.is_causal, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _training_step(case: Case, tensors: Sequence[Tensor], mesh: ProcessGroup | None) -> Callable[[], None]:
+    *inputs, gradient = (x.clone() for x in tensors)
+    leaves = [x.requires_grad_() for x in inputs]
 
     def step() -> None:
-        whole: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "seq_len": case.seq_len}
-        out = dilated_attention(q, k, v, case.segment_lengths, case.dilation_rates, is_causal=case.is_causal, **whole)
-        assert isinstance(out, torch.Tensor)
-        torch.autograd.grad(out, leaves, gradient)
+        torch.autograd.grad(_attend(case, leaves, mesh), leaves, gradient)
 
     return step
 
 
-def _tensors(case: Case) -> list[torch.Tensor]:
+def _tensors(case: Case) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(case.batch, case.seq_len, case.heads, case.head_dim) for _ in range(4)]
 
 
-def _scaling(case: Case, rounds: int) -> dict[str, Any]:
+def _scaling(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     """Time a forward and backward of the same sequence on rank 0 alone, on all ranks, and on all ranks with the seconds
     of waiting for others' rows subtracted. Return each one's seconds in every round, by name."""
-    mesh, tensors = dist.group.WORLD, _tensors(case)
-    assert mesh is not None
+    tensors = _tensors(case)
     alone = _training_step(case, tensors, None)
     shared = _training_step(case, [shard_sequence(x, mesh) for x in tensors], mesh)
     link = link_of(mesh)
@@ -129,37 +137,33 @@ def _scaling(case: Case, rounds: int) -> dict[str, Any]:
     )
 
 
-def _single(case: Case, rounds: int) -> dict[str, Any]:
+def _single(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     """Time a forward and backward over a mesh of one rank, and without a mesh. Return each one's seconds in every
     round, and how many `transfers` the mesh has started, which should be none."""
-    mesh, tensors = dist.group.WORLD, _tensors(case)
-    assert mesh is not None
+    tensors = _tensors(case)
     samples = _interleave(
         {"mesh": _training_step(case, tensors, mesh), "no mesh": _training_step(case, tensors, None)}, rounds
     )
     return samples | {"transfers": link_of(mesh).traffic.rounds}
 
 
-def _overlap(case: Case, rounds: int) -> dict[str, Any]:
+def _overlap(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     """Time a forward with its exchange of rows overlapped, not overlapped, and left out; and the exchange alone.
 
     Not overlapped: each transfer is waited for where it starts. Return each one's seconds in every round, and the
-    `bytes` and `messages` that the rank sends in one forward.
+    `bytes` that the rank sends in one forward.
     """
-    mesh = dist.group.WORLD
-    assert mesh is not None
-    q, k, v = (shard_sequence(x, mesh) for x in _tensors(case)[:3])
+    shards = [shard_sequence(x, mesh) for x in _tensors(case)]
     links: dict[str, Link] = {"hidden": Link(mesh), "waited for": PatientLink(mesh), "left out": RehearsalLink(mesh)}
 
     def forward(name: str) -> None:
         use_link(links[name])
         with torch.no_grad():
-            whole: dict[str, Any] = {"mesh": mesh, "seq_len": case.seq_len}
-            dilated_attention(q, k, v, case.segment_lengths, case.dilation_rates, transport="exchange", **whole)
+            _attend(case, shards, mesh, transport="exchange")
 
     for name in links:
         forward(name)
-    sent, messages = links["hidden"].traffic.bytes_sent, links["hidden"].traffic.messages_sent
+    sent = links["hidden"].traffic.bytes_sent
     peers, rank = dist.get_world_size(), dist.get_rank()
     splits = [0 if j == rank else sent // (peers - 1) for j in range(peers)]
     send, receive = (torch.zeros(sum(splits), dtype=torch.uint8) for _ in range(2))
@@ -169,34 +173,28 @@ def _overlap(case: Case, rounds: int) -> dict[str, Any]:
 
     contenders = {name: lambda name=name: forward(name) for name in links}
     samples = _interleave({**contenders, "exchange": exchange}, rounds)
-    return samples | {"bytes": sent, "messages": messages}
+    return samples | {"bytes": sent}
 
 
-def _ring(case: Case, rounds: int) -> dict[str, Any]:
+def _ring(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     """Time a forward, and a forward and backward, on all ranks. Return each one's seconds in every round, and the
     largest absolute `difference` between the output and one process's."""
-    mesh, tensors = dist.group.WORLD, _tensors(case)
-    assert mesh is not None
+    tensors = _tensors(case)
     shards = [shard_sequence(x, mesh) for x in tensors]
 
     @torch.no_grad()
-    def out(inputs: Sequence[torch.Tensor], **whole: Any) -> torch.Tensor:
-        q, k, v, _ = inputs
-        segments, rates = case.segment_lengths, case.dilation_rates
-        found = dilated_attention(q, k, v, segments, rates, is_causal=case.is_causal, **whole)
-        assert isinstance(found, torch.Tensor)
-        return found
-
     def forward() -> None:
-        out(shards, mesh=mesh, seq_len=case.seq_len)
+        _attend(case, shards, mesh)
 
-    difference = (out(shards, mesh=mesh, seq_len=case.seq_len) - shard_sequence(out(tensors), mesh)).abs().max()
+    with torch.no_grad():
+        whole = shard_sequence(_attend(case, tensors, None), mesh)
+        difference = (_attend(case, shards, mesh) - whole).abs().max()
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)
     samples = _interleave({"forward": forward, "forward+backward": _training_step(case, shards, mesh)}, rounds)
     return samples | {"difference": float(difference)}
 
 
-def _selecting(case: Case, rounds: int) -> dict[str, Any]:
+def _selecting(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     """Time a forward and backward of native sparse attention over the same sequence on one rank, and shared by all.
 
     Return the processor seconds of each round: of one rank `alone`, and the `mean` and the `most` over the ranks that
@@ -204,8 +202,7 @@ def _selecting(case: Case, rounds: int) -> dict[str, Any]:
     at the same time, each by itself, since busy cores share the memory's rate; `alone` is their mean. Each round has
     another input, for which other blocks are chosen.
     """
-    mesh, width = dist.group.WORLD, case.heads * case.head_dim
-    assert mesh is not None
+    width = case.heads * case.head_dim
     torch.manual_seed(0)
     whole, shared = (NativeSparseAttention(width, case.heads) for _ in range(2))
     set_context_parallel(shared, mesh, seq_len=case.seq_len)
@@ -213,7 +210,7 @@ def _selecting(case: Case, rounds: int) -> dict[str, Any]:
     own, rank = slice(*sequence_range(case.seq_len, mesh)), dist.get_rank()
     cores = min(os.cpu_count() or 1, dist.get_world_size())
 
-    def seconds(module: NativeSparseAttention, x: torch.Tensor, at: slice) -> float:
+    def seconds(module: NativeSparseAttention, x: Tensor, at: slice) -> float:
         begin = time.thread_time()
         out = module(x[:, at], (tables[0][at], tables[1][at]))
         torch.autograd.grad(out, list(module.parameters()), out.detach())
@@ -243,7 +240,8 @@ _MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _
 def _main(request: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    answer = _MODES[request["mode"]](Case(**request["case"]), request["rounds"])
+    assert dist.group.WORLD is not None
+    answer = _MODES[request["mode"]](Case(**request["case"]), request["rounds"], dist.group.WORLD)
     if dist.get_rank() == 0:
         print(json.dumps(answer), flush=True)
     dist.destroy_process_group()
