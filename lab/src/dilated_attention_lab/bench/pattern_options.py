@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention import BlockLayout, Dilated, Product
+from dilated_attention_lab.commands.options import integer
 
 BUILDERS: dict[str, Callable[..., BlockLayout]] = {
     "local": BlockLayout.local,
@@ -22,6 +23,7 @@ BUILDERS: dict[str, Callable[..., BlockLayout]] = {
     "bigbird": BlockLayout.bigbird,
 }
 NAMES = ("dilated", *BUILDERS)
+_integer = integer("integer of 64 bits", -(1 << 63), 1 << 63)  # which a tensor can hold
 MOST_TOKENS, MOST_HEADS = 1 << 20, 1 << 10  # what a picture can show is drawn in seconds
 # What the builders' own arguments are called on the command line.
 OPTIONS = {name: name for name in ("window", "stride", "reach", "levels", "density", "random_blocks", "seed")}
@@ -135,14 +137,6 @@ def _refuse(name: str, options: dict[str, Any], read: set[str]) -> None:
         raise ValueError(f"--{option.replace('_', '-')} is not of {name!r}; it would change nothing")
 
 
-def _integer(text: str) -> int:
-    """Parse an integer of 64 bits, which a tensor can hold."""
-    value = int(text)
-    if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError
-    return value
-
-
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(_integer(part) for part in text.split(","))
 
@@ -152,6 +146,5 @@ def _levels(text: str) -> list[tuple[int, int | None]]:
     return [(_integer(stride), _integer(window) if window else None) for stride, _, window in pairs]
 
 
-_integer.__name__ = "integer of 64 bits"
 _integers.__name__ = "list of integers"  # argparse names the type in its error
 _levels.__name__ = "list of levels"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,26 +12,22 @@ def plain(parser: Any, name: str, kind: Callable[[str], Any], default: Any, text
     parser.add_argument(f"--{name}", type=kind, default=default, help=help_text, metavar=name.upper())
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+def integer(name: str, least: float, below: float = math.inf) -> Callable[[str], int]:
+    """Return a function that parses an integer in [least, below)."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value < below:
+            raise ValueError
+        return value
+
+    parse.__name__ = name  # argparse puts it in its error: "invalid positive integer value: '0'"
+    return parse
 
 
-def natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
-
-
-def seed(text: str) -> int:
-    """Parse a seed that PyTorch's generators accept."""
-    value = int(text)
-    if not 0 <= value < 1 << 64:
-        raise ValueError
-    return value
+positive = integer("positive integer", 1)
+natural = integer("non-negative integer", 0)
+seed = integer("non-negative integer below 2**64", 0, 1 << 64)  # PyTorch's generators accept these
 
 
 def budget(text: str) -> float:
@@ -41,9 +38,5 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-# argparse puts the name of the type in its error: "invalid positive integer value: '0'"
-positive.__name__ = "positive integer"
-natural.__name__ = "non-negative integer"
-seed.__name__ = "non-negative integer below 2**64"
 integers.__name__ = "list of integers"
 budget.__name__ = "number"
