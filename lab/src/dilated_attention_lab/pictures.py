@@ -16,27 +16,23 @@ from dilated_attention import Dilated
 LINES = ("-", "--", ":", "-.")
 
 
-def save_loss_curves(path: Path, losses: Mapping[str, Sequence[float]], held_out: Mapping[str, float]) -> None:
-    """Draw each run's loss in bits per byte: grey per step, black as the moving mean over a 25th of the run; a point
-    for held-out text.
+def save_loss_curve(path: Path, name: str, losses: Sequence[float], held_out: float) -> None:
+    """Draw a run's loss in bits per byte: grey per step, black as the moving mean over a 25th of the run; a point for
+    held-out text.
 
     Args:
-        losses: nats per byte for each step, by run.
-        held_out: bits per byte at the end, by run.
+        losses: nats per byte for each step. held_out: bits per byte at the end.
     """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for (name, values), line in zip(losses.items(), LINES, strict=False):
-        bits = np.asarray(values) / math.log(2)
-        steps = np.arange(1, len(bits) + 1)
-        first = np.maximum(0, steps - max(1, len(bits) // 25))
-        sums = np.concatenate(([0.0], bits.cumsum()))
-        means = (sums[steps] - sums[first]) / (steps - first)
-        label = f"{name}: {held_out[name]:.3f} held out" if name in held_out else name
-        axes.plot(steps, bits, line, color="0.8", linewidth=0.6)
-        axes.plot(steps, means, line, color="black", linewidth=1.2, label=label)
-        if name in held_out:
-            axes.plot([len(bits)], [held_out[name]], "o" if line == "-" else "s", color="black", fillstyle="none")
+    bits = np.asarray(losses) / math.log(2)
+    steps = np.arange(1, len(bits) + 1)
+    first = np.maximum(0, steps - max(1, len(bits) // 25))
+    sums = np.concatenate(([0.0], bits.cumsum()))
+    means = (sums[steps] - sums[first]) / (steps - first)
+    axes.plot(steps, bits, color="0.8", linewidth=0.6)
+    axes.plot(steps, means, color="black", linewidth=1.2, label=f"{name}: {held_out:.3f} held out")
+    axes.plot([len(bits)], [held_out], "o", color="black", fillstyle="none")
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -79,14 +75,13 @@ def save_recall_and_context(
     figure.savefig(path, dpi=150)
 
 
-def save_pattern(path: Path, name: str, pattern: Dilated, seq_len: int, num_heads: int, tokens: int = 64) -> None:
+def save_pattern(path: Path, name: str, pattern: Dilated, seq_len: int, num_heads: int) -> None:
     """Draw which keys each query sees in a causal call: one square per (query, key), for the first 4 heads at most.
 
-    A pattern for a longer sequence is drawn with its segments shortened by seq_len / tokens, its rates as they are.
+    A pattern for more than 64 tokens is drawn over 64, with its segments shortened accordingly, its rates as they are.
     name: begins the title.
     """
-
-    tokens = min(tokens, seq_len)
+    tokens = min(64, seq_len)
     lengths = tuple(
         max(rate, round(length * tokens / seq_len))
         for length, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)

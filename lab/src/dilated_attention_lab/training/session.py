@@ -21,7 +21,7 @@ from dilated_attention import Dilated
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.plumbing import Facts, describe_unserved, storage, table
 from dilated_attention_lab.environment import environment, peak_memory, require_device
-from dilated_attention_lab.pictures import save_loss_curves, save_pattern
+from dilated_attention_lab.pictures import save_loss_curve, save_pattern
 from dilated_attention_lab.terminal import progress
 from dilated_attention_lab.training import checkpoint
 from dilated_attention_lab.training.loop import OPTIONS, Recipe, Training, read_checkpoint
@@ -291,7 +291,7 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
     )
     model.save_pretrained(out / "model")
     name = str(row["attention"])
-    save_loss_curves(out / "loss.png", {name: training.losses}, {name: bits})
+    save_loss_curve(out / "loss.png", name, training.losses, bits)
     context = training.recipe.context
     pattern = training.config.pattern or Dilated((context,), (1,))
     assert isinstance(pattern, Dilated)  # the command makes no other
