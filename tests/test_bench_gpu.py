@@ -63,7 +63,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(gpu, "Machine", SimpleNamespace(of=lambda device: MACHINE))
 
 
-MACHINE = gpu.Machine(torch.device("cuda"), "sm_90", has_flash=True)
+MACHINE = gpu.Machine(torch.device("cuda"), has_flash=True)
 
 
 def jobs(*parts):

@@ -140,7 +140,7 @@ class Training:
         gradient = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
         value, norm = loss.item(), gradient.item()
         if self.ranks is not None:
-            (value,), norm = self.ranks.mean(value), self.ranks.whole(gradient).item()
+            value, norm = self.ranks.mean(value), self.ranks.whole(gradient).item()
         if not (math.isfinite(value) and math.isfinite(norm)):
             raise FloatingPointError(
                 f"step {self.finished_steps + 1}: loss {value}, gradient norm {norm}; try a lower --lr"

@@ -94,11 +94,11 @@ class Ranks:
         """Return the samples of a batch that this rank computes."""
         return batch.chunk(self.data)[self.mesh["data"].get_local_rank()]
 
-    def mean(self, *values: float) -> list[float]:
-        """Return the mean of each value over all ranks."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.mesh.device_type)
+    def mean(self, value: float) -> float:
+        """Return the mean of all ranks' values."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device_type)
         dist.all_reduce(total)
-        return (total / dist.get_world_size()).tolist()
+        return total.item() / self.size
 
     def greatest(self, value: int) -> int:
         """Return the greatest of all ranks' values, on every rank."""

@@ -23,15 +23,11 @@ HELD_OUT_EVERY = 20
 class Text:
     """Hold the bytes of one or more files, one after another in the order of their paths.
 
-    Attributes:
-        files: number of files. skipped: number of files in folders that were left out because they are binary.
-        paths: the files and folders that were read; empty for the standard library.
+    paths: the files and folders that were read; empty for the standard library.
     """
 
     content: UInt8[Tensor, " bytes"]
-    files: int
-    skipped: int  # files of a folder that hold a zero byte early on: not text
-    paths: tuple[Path, ...]  # empty: the standard library
+    paths: tuple[Path, ...]
 
     @property
     def source(self) -> str:
@@ -105,7 +101,6 @@ def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
         out: folder of the run, which may lie within a folder of text: what it holds is left out there.
     """
     own = None if out is None else out.resolve()
-    skipped = 0
     pieces: list[bytes] = []
     for path in paths or [standard_library()]:
         folder = path.is_dir()
@@ -114,14 +109,12 @@ def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
             raise ValueError(f"{path}: is the folder of the run, whose files would be read as text; give another --out")
         for file in _files(path, own, python_only=not paths) if folder else [path]:
             data = storage.read_bytes(file)
-            if folder and b"\0" in data[:8192]:
-                skipped += 1
-            elif data:
+            if data and not (folder and b"\0" in data[:8192]):
                 pieces.append(data)
         if len(pieces) == found:
             raise ValueError(f"{path}: {'no text file in this folder' if folder else 'the file is empty'}")
     content = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
-    return Text(content, len(pieces), skipped, tuple(path.resolve() for path in paths))
+    return Text(content, tuple(path.resolve() for path in paths))
 
 
 def readable(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.plumbing import Kernel, flash, triton
+from dilated_attention.plumbing import Kernel, flash
 from dilated_attention_lab.bench import groups
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.groups import Group, Job
@@ -41,16 +41,15 @@ WINDOWED = replace(PAPER, method="dense", backend="auto", seq_len=32768, is_caus
 
 @dataclass(frozen=True)
 class Machine:
-    """Hold the device, its architecture, and whether FlashAttention is available."""
+    """Hold the device, and whether FlashAttention is available on it."""
 
     device: torch.device
-    target: str = "sm_90"
     has_flash: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
         capability = torch.cuda.get_device_capability(device)
-        return cls(device, triton.architecture(device), flash.version(capability) is not None)
+        return cls(device, flash.version(capability) is not None)
 
 
 def steps(device: torch.device, part: int | None = None) -> list[Step]:
