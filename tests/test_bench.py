@@ -456,12 +456,8 @@ def test_a_profile_accounts_for_the_whole_call(tmp_path):
     before = [getattr(*place) for place in profile.STAGES]
     found = profile.profile(lambda: list(work()), CPU, tmp_path / "trace.json", runs=1)
     assert [getattr(*place) for place in profile.STAGES] == before
-    stages = {stage.name: stage for stage in found.stages}
-    assert sum(stage.milliseconds for stage in found.stages) == pytest.approx(found.milliseconds, rel=0.02)
-    q, k, v = case.inputs(CPU)[0]
-    assert stages["fused forward"].calls == measure.fused_calls(lambda: case.prepare()(q, k, v))
-    assert stages["finding the plan"].calls == 3  # the checked call, and a plan forward and backward
-    assert stages["merging"].calls >= 1
+    assert sum(found.stages.values()) == pytest.approx(found.milliseconds, rel=0.02)
+    assert min(found.stages[name] for name in ("fused forward", "fused backward", "finding the plan", "merging")) > 0
     assert found.peak_bytes >= 4 * case.out_bytes  # out, dq, dk, dv
     assert found.idle_milliseconds is None
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -475,8 +471,8 @@ def test_a_slow_stage_shows(monkeypatch):
     merge = native.merge_into
     monkeypatch.setattr(native, "merge_into", lambda *arguments: (time.sleep(0.05), merge(*arguments)))
     found = profile.profile(lambda: list(work()), CPU, runs=1)
-    assert found.stages[0].name == "merging"
-    assert found.stages[0].milliseconds >= 50 * found.stages[0].calls
+    assert next(iter(found.stages)) == "merging"
+    assert found.stages["merging"] >= 50
 
 
 def test_profile_command(tmp_path, capsys, monkeypatch):

@@ -57,20 +57,11 @@ OUTSIDE = "outside attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Hold a part of a call: its own time in milliseconds, without the stages it called, and how often it ran."""
-
-    name: str
-    milliseconds: float
-    calls: int
-
-
-@dataclass(frozen=True, slots=True)
 class Profile:
     """Hold where one call spent time and memory.
 
     Attributes:
-        stages: longest first.
+        stages: each stage's own milliseconds, without the stages it called; longest first.
         milliseconds: time of the whole call under the profiler, which itself takes time for every operator.
         peak_bytes: most that was allocated at once, above what was before.
         allocations, allocated_bytes: number and bytes of all allocations, freed ones included.
@@ -79,7 +70,7 @@ class Profile:
         idle_milliseconds: idle time of the GPU from the first kernel's start to the last one's end; None without a GPU.
     """
 
-    stages: tuple[Stage, ...]
+    stages: Mapping[str, float]
     milliseconds: float
     peak_bytes: int
     allocations: int
@@ -103,15 +94,12 @@ def profile(call: Callable[[], object], device: torch.device, trace: Path | None
         trace.parent.mkdir(parents=True, exist_ok=True)
         fastest.export_chrome_trace(str(trace))
     times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
     events = list(fastest.events() or ())
     for event in events:
         if event.device_type == torch.autograd.DeviceType.CPU and event.name != "[memory]":
-            stage = _stage(event)
-            times[stage] += event.self_cpu_time_total
-            calls[stage] += _counts(event, stage)
+            times[_stage(event)] += event.self_cpu_time_total
     return Profile(
-        tuple(Stage(name, time / 1e3, calls[name]) for name, time in times.most_common()),
+        {name: time / 1e3 for name, time in times.most_common()},
         _total(fastest),
         *_memory(fastest),
         sum(event.name == "aten::copy_" for event in events),
@@ -174,14 +162,6 @@ def _stage(event: Any) -> str:
     return (operator or DISPATCH) if inside else OUTSIDE
 
 
-def _counts(event: Any, stage: str) -> bool:
-    """Return whether an event counts as a run of its `stage`: calls of functions in STAGES do, and PyTorch operators
-    if `stage` is a value of `_OPERATORS`."""
-    if event.name.startswith(_MARK):
-        return True
-    return event.name.startswith("aten::") and stage in _OPERATORS.values()
-
-
 def _memory(recorded: torch.profiler.profile) -> tuple[int, int, int]:
     """Return (peak bytes, number, total bytes) of the allocations."""
     raw: Any = recorded.profiler
@@ -240,8 +220,8 @@ def rows(case: Case, found: Profile, prepared: Mapping[str, Spread], *, backward
     prepared: the seconds for plan and layout, from `once`. backward: whether the profiled call had one.
     """
     parameters = {**case.parameters, "backward": backward}
-    for stage in found.stages:
-        yield Row(f"{OWN_TIME}{stage.name}", parameters, stage.milliseconds, "ms")
+    for stage, milliseconds in found.stages.items():
+        yield Row(f"{OWN_TIME}{stage}", parameters, milliseconds, "ms")
     for name, spread in prepared.items():
         yield Row.of(f"once a shape: {name}", parameters, spread.scaled(1e3), "ms")
     for name, value, unit in (
