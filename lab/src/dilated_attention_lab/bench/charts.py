@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from dilated_attention_lab.bench.compare import NAME, PLAIN
 from dilated_attention_lab.bench.profile import OWN_TIME
 from dilated_attention_lab.bench.results import Record, read
 from dilated_attention_lab.bench.simulate import World
@@ -88,13 +89,8 @@ def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure
 
 
 def _compared(rows: list[Record]) -> list[Record]:
-    """Return the rows of `compare` in float32, with one sample and segments 1,024, 2,048 and 4,096, not compiled."""
-    plain = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2048, 4096]}
-    return [
-        row
-        for row in rows
-        if row["name"] == "compare" and row["value"] is not None and plain.items() <= row["parameters"].items()
-    ]
+    measured = [row for row in rows if row["name"] == NAME and row["value"] is not None]
+    return [row for row in measured if PLAIN.items() <= row["parameters"].items()]
 
 
 def _compare_lengths(rows: list[Record]) -> Figure | None:

@@ -20,6 +20,8 @@ from dilated_attention_lab.bench.results import Record, Row
 from dilated_attention_lab.verification import BARS
 
 REPORTED = Case(method="dilated", seq_len=4096, segment_lengths=(1024, 2048, 4096), dilation_rates=(1, 2, 4))
+PLAIN = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [*REPORTED.segment_lengths]}
+"""Parameters of the rows that charts and pages show in full."""
 LONG = replace(REPORTED, segment_lengths=(2048, 4096, 8192))
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 262144)
 DENSITIES = (0.02, 0.05, 0.10, 0.25, 0.50)

@@ -18,6 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dilated_attention_lab.bench.compare import PLAIN
 from dilated_attention_lab.bench.results import Record, read
 from dilated_attention_lab.bench.tables import number
 
@@ -148,9 +149,6 @@ def _points(rows: Sequence[Record], parameter: str) -> tuple[list[Any], list[flo
     """Return (values of one parameter, values of the rows), in the order of the parameter."""
     rows = sorted(rows, key=lambda row: row["parameters"][parameter])
     return [row["parameters"][parameter] for row in rows], [row["value"] for row in rows]
-
-
-PLAIN = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2048, 4096]}
 
 
 def length(results: Path) -> list[Panel]:

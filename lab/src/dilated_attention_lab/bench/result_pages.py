@@ -153,7 +153,7 @@ def _compared(rows: list[Record]) -> Iterator[str]:
         lines = [[name, *(found.get(n, "") for n in lengths)] for name, found in ratios.items() if any(found.values())]
         heading = f"Forward time over dense attention; {', '.join(_words(setting, {}))}:\n\n"
         yield heading + markdown(("variant", *(f"{n:,} tokens" for n in lengths)), lines)
-    plain = {"dtype": "float32", "batch": 1, "compiled": False, "branches": [1024, 2048, 4096], "seq_len": 4096}
+    plain = compare.PLAIN | {"seq_len": 4096}
     full = [row for row in rows if plain.items() <= row["parameters"].items()]
     if full:
         yield f"Everything that is known of {', '.join(_words(_case(plain), {}))}:\n\n" + markdown(*compare.table(full))
