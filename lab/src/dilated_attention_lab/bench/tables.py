@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def render(text: str, results: Path) -> str:
     """
 
     def fill(span: re.Match[str]) -> str:
-        rows, words = list(_rows(span["request"], results)), shlex.split(span["request"])
+        rows, words = _rows(span["request"], results), shlex.split(span["request"])
         if "bar" in words:
             body = verdict(rows)
         elif "range" in words:
@@ -65,7 +65,7 @@ def write(document: Path, results: Path) -> bool:
     return after != before
 
 
-def _rows(request: str, results: Path) -> Iterator[Record]:
+def _rows(request: str, results: Path) -> list[Record]:
     file, *filters = shlex.split(request)
     path = results / file
     if not path.is_file():
@@ -74,13 +74,9 @@ def _rows(request: str, results: Path) -> Iterator[Record]:
     found = [row for row in read(path) if _fits(row, wanted)]
     if not found:
         raise ValueError(f"results: {request}: no row fits")
-    other = wanted.get("over")
-    yield from found if other is None else (_ratio(row, other) for row in found)
-
-
-def _ratio(row: Record, other: str) -> Record:
-    """Return a row whose value is its stored ratio of times to the contender `other`: the median in `over`."""
-    return {**row, "value": row["over"][other]["median"], "unit": "x"}
+    if other := wanted.get("over"):
+        found = [{**row, "value": row["over"][other]["median"], "unit": "x"} for row in found]
+    return found
 
 
 def _fits(row: Record, wanted: Mapping[str, str]) -> bool:
