@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,16 +43,15 @@ def dense(case: Case, kernel: SDPBackend, device: torch.device, *, backward: boo
     return under(partial(sdpa_kernel, kernel), rows_in_place.contender(device, backward=backward))
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, runs: int = 20) -> Spread:
-    """Return the spread of the seconds of `runs` calls, after a first call that does not count."""
-    found = []
-    for _ in range(runs + 1):
-        measure.synchronize(device)
-        start = time.perf_counter()
+def seconds_of(call: Callable[[], object], device: torch.device) -> Spread:
+    """Return the spread of the seconds of 20 calls, each to its end on the device, after one that does not count."""
+
+    def waited() -> None:
         call()
         measure.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return Spread.of(found[1:])
+
+    waited()
+    return measure.elapsed(waited, runs=20)
 
 
 Makers = Mapping[str, Callable[[], Contender]]

@@ -92,8 +92,10 @@ def part_1(machine: Machine) -> list[Group]:
     return [
         Group("rates of this GPU", 15, [Job("rates", partial(ceilings, device))]),
         Group("right: what is timed", 60, [*right, Job("wide offsets", wide)], CORES),
-        *(Group(f"times, head_dim {d}", 75, list(_speeds(machine, d, (65536,), 4.0))) for d in (128, 64)),
-        *(Group(f"times, blocks, {n:,} tokens", 50, list(_sparse_speeds(n, device, 3.0))) for n in (32768, 4096)),
+        *(Group(f"times, head_dim {d}", 75, _speeds(machine, d, 65536, 4.0)) for d in (128, 64)),
+        *(Group(f"times, blocks, {n:,} tokens", 50, [
+            _block_sparse(sparse(x, n), device, 3.0, flex=False) for x in speed.SPEED_UPS
+        ]) for n in (32768, 4096)),
         Group("right: triton", 120, [
             *_right([*plain, *views], "triton", device),
             Job("rows from elsewhere", partial(correctness.elsewhere, device)),
@@ -142,8 +144,8 @@ def part_3(machine: Machine) -> list[Group]:
         for name in ("triton", "native")
     ]
     return [
-        *(Group(f"long times, head_dim {d}", 80, list(_speeds(machine, d, (262144,), 4.0))) for d in (128, 64)),
-        Group("a million tokens, head_dim 64", 75, list(_speeds(machine, 64, (MILLION,), 6.0))),
+        *(Group(f"long times, head_dim {d}", 80, _speeds(machine, d, 262144, 4.0)) for d in (128, 64)),
+        Group("a million tokens, head_dim 64", 75, _speeds(machine, 64, MILLION, 6.0)),
         Group("a million tokens, head_dim 128", 40, [_speed(million, ["triton"], device, 8.0)]),
         Group("a million tokens against native", 45, [Job("against native", partial(correctness.million, device))]),
         Group("beyond 2^31 elements", 30, [Job("beyond 2^31 elements", partial(correctness.far_rows, device))]),
@@ -202,21 +204,15 @@ def _right(found: Sequence[Check], backend: str, device: torch.device) -> Iterat
             yield Job(check.name, partial(correctness.correctness, check, backend, device))
 
 
-def _speeds(machine: Machine, head_dim: int, lengths: Sequence[int], budget: float) -> Iterator[Job]:
-    for seq_len, is_causal in product(lengths, (False, True)):
-        names = ["triton"] + (["native"] + ["flash"] * machine.has_flash if seq_len == 65536 else [])
-        case = replace(PAPER, seq_len=seq_len, head_dim=head_dim, is_causal=is_causal)
-        yield _speed(case, names, machine.device, budget)
+def _speeds(machine: Machine, head_dim: int, seq_len: int, budget: float) -> list[Job]:
+    names = ["triton"] + (["native"] + ["flash"] * machine.has_flash if seq_len == 65536 else [])
+    cases = [replace(PAPER, seq_len=seq_len, head_dim=head_dim, is_causal=is_causal) for is_causal in (False, True)]
+    return [_speed(case, names, machine.device, budget) for case in cases]
 
 
 def _speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Job:
     label = f"{case.seq_len:,} tokens, head_dim {case.head_dim}" + ", causal" * case.is_causal
     return Job(label, partial(speed.speed, case, names, device, budget))
-
-
-def _sparse_speeds(seq_len: int, device: torch.device, budget: float) -> Iterator[Job]:
-    for density in speed.SPEED_UPS:
-        yield _block_sparse(sparse(density, seq_len), device, budget, flex=False)
 
 
 def _block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool) -> Job:
