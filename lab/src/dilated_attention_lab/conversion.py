@@ -26,7 +26,6 @@ from dilated_attention.nn import grid_sines
 from dilated_attention_lab import released
 
 Kind = Literal["gigapath", "longvit", "torchscale"]
-KINDS = ("gigapath", "longvit", "torchscale")
 WITHIN = 1e-3
 """The largest relative difference in norm that passes. Rounding in float32 stays below it, a wrong weight does not."""
 MOST_TOKENS = 1 << 20

@@ -32,10 +32,9 @@ class Step:
     needs: tuple[tuple[Case, bool], ...] = ()
 
 
-def seconds(rounds: Rounds, *phases: str) -> dict[str, Spread]:
-    """Return the `times` of a `Row`, with keys like "dilated forward": the seconds of every contender in these phases,
-    or in all if none is given."""
-    return {" ".join(key): rounds.spread(*key) for key in rounds.seconds if not phases or key[1] in phases}
+def seconds(rounds: Rounds) -> dict[str, Spread]:
+    """Return the `times` of a `Row`, with keys like "dilated forward": the seconds of every contender in all phases."""
+    return {" ".join(key): rounds.spread(*key) for key in rounds.seconds}
 
 
 def rates(rounds: Rounds, phase: str, flops: Mapping[str, float]) -> dict[str, float]:
