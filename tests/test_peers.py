@@ -93,7 +93,7 @@ def test_two_folders_of_one_package_are_refused(checkout, tmp_path):
     fork = checkout("q")
     (tmp_path / "other").mkdir()
     (tmp_path / "dilated_attention_pytorch").rename(tmp_path / "other" / "dilated_attention_pytorch")
-    first = f"dilated-attention-pytorch={tmp_path / 'other'}"
+    first = f"fork={tmp_path / 'other'}"
     peers.load(first)
     checkout("k")
     with pytest.raises(ValueError, match=r"imported from .*other.*one peer of that package at a time"):

@@ -5,32 +5,30 @@
 measures the settings of `dilated-attention compare`, each peer in the same rounds as dense attention and our variant,
 and writes rows to <out>/<device>/compare.jsonl, which `plot` makes tables of. It is not installed.
 
-A peer is run as it is. Where it needs xFormers or flash-attn, and that is not there or has no CPU version, PyTorch's
-fused attention stands in for that one call, and its row says so.
+A peer is run as it is. Where torchscale needs flash-attn, and that is not there, PyTorch's fused attention stands in
+for that one call, and its row says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention import torch_internals
 from dilated_attention_lab.bench import compare, measure
 from dilated_attention_lab.bench.cases import Case, Method, trained
 from dilated_attention_lab.bench.compare import Call, Setting
-from dilated_attention_lab.bench.exact import exact, rows_of
 from dilated_attention_lab.bench.results import Recorder, Row
 
 
@@ -66,7 +64,7 @@ def load(argument: str) -> list[Peer]:
     if not folder.is_dir():
         raise ValueError(f"{argument}: {path or 'an empty path'} is not a folder")
     try:
-        with _first_on_path(folder.resolve()):
+        with patch.object(sys, "path", [str(folder.resolve()), *sys.path]):
             found, reasons = ADAPTERS[name](folder.resolve())
     except Exception as error:  # of other people's code
         raise ValueError(f"{argument}: cannot be loaded from {path}: {reason(error)}") from error
@@ -80,15 +78,6 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
-@contextmanager
-def _first_on_path(folder: Path):  # type: ignore[no-untyped-def]
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-
-
 def _imported(name: str, folder: Path) -> Any:
     """The module, of this folder: another one of its name may be imported already."""
     module = importlib.import_module(name)
@@ -98,13 +87,7 @@ def _imported(name: str, folder: Path) -> Any:
     return module
 
 
-def _dilated_attention_pytorch(folder: Path) -> Loaded:
-    missing = _stand_in("xformers.ops", memory_efficient_attention=_xformers, LowerTriangularMask=_Causal)
-    kind = _imported("dilated_attention_pytorch.dilated_attention", folder).DilatedAttention
-    return [Peer("dilated-attention-pytorch", "head groups", lambda case: _module(case, kind), missing)], []
-
-
-FORK = {
+FORK: dict[str, Method] = {
     "dilated_attention.DilatedAttention": "head groups",
     "improved_dilated_attention.ImprovedDilatedAttention": "head groups",
     "ring_dilated_attention.RingDilatedAttention": "head groups",
@@ -123,11 +106,8 @@ def _fork(folder: Path) -> Loaded:
         except Exception as error:  # of other people's code
             reasons.append(f"{name}: {reason(error)}")
             continue
-        block_sparse = method == "block-sparse"
-        make = (lambda case, kind=kind: _fork_sparse(case, kind)) if block_sparse else (
-            lambda case, kind=kind: _module(case, kind)
-        )  # fmt: skip
-        found.append(Peer(f"fork: {name}", method, make, same_pattern=not block_sparse))  # type: ignore[arg-type]
+        make = _fork_sparse if method == "block-sparse" else _module
+        found.append(Peer(f"fork: {name}", method, partial(make, kind=kind), same_pattern=make is _module))
     if not found:
         raise ImportError("; ".join(reasons))
     return found, reasons
@@ -176,21 +156,7 @@ def _torchscale(folder: Path) -> Loaded:
     return [Peer("torchscale", "dilated", make, missing, "head_block")], []
 
 
-ADAPTERS: dict[str, Callable[[Path], Loaded]] = {
-    "torchscale": _torchscale,
-    "dilated-attention-pytorch": _dilated_attention_pytorch,
-    "fork": _fork,
-}
-
-
-class _Causal:
-    """xFormers' name of the causal mask."""
-
-
-def _xformers(query: Tensor, key: Tensor, value: Tensor, op: object = None, attn_bias: object = None) -> Tensor:
-    """(batch, tokens, heads, head_dim), as xFormers takes them."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None).transpose(1, 2)
+ADAPTERS: dict[str, Callable[[Path], Loaded]] = {"torchscale": _torchscale, "fork": _fork}
 
 
 def _flash(
@@ -200,23 +166,6 @@ def _flash(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = torch_internals.flash_for_cpu(q, k, v, dropout, is_causal, scale=scale)
     return out.transpose(1, 2), lse
-
-
-def _stand_in(package: str, **names: object) -> str:
-    """Put a module of these names where `package` is not installed; says so, or nothing."""
-    top = package.partition(".")[0]
-    if top in sys.modules and not getattr(sys.modules[top], "stands_in", False):
-        return ""
-    if top not in sys.modules and importlib.util.find_spec(top) is not None:
-        return ""
-    for name in (top, package):
-        module = sys.modules.setdefault(name, ModuleType(name))
-        module.stands_in = True  # type: ignore[attr-defined]
-    for name, value in {"AttentionOp": object, **names}.items():
-        setattr(sys.modules[package], name, value)
-    if package != top:
-        setattr(sys.modules[top], package.partition(".")[2], sys.modules[package])
-    return f"without {top}: its call is PyTorch's fused attention"
 
 
 def checks(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Mapping[str, float]:
@@ -253,7 +202,8 @@ def measured(setting: Setting, device: torch.device, found: Sequence[Peer]) -> I
         inputs = compare.inputs_of(setting.base, device)
         try:
             call = peer.make(case)
-            figures[peer.name] = dict(checks(call, *inputs)) | _figures(peer, setting, case, call, inputs)
+            known = case if peer.same_pattern else None
+            figures[peer.name] = {**checks(call, *inputs), **compare.error_and_peak(setting, known, call, device)}
         except Exception as error:  # of other people's code
             refused = f"it does not run: {reason(error)}"
             yield Row(compare.NAME, described[peer.name], None, "ms", refused=refused)
@@ -279,19 +229,6 @@ def measured(setting: Setting, device: torch.device, found: Sequence[Peer]) -> I
 def _meant(peer: Peer, case: Case) -> bool:
     """Whether the peer is meant to compute this variant of ours."""
     return case.method == peer.method and case.density in (None, 0.10)
-
-
-def _figures(
-    peer: Peer, setting: Setting, case: Case, call: Call, inputs: tuple[Tensor, Tensor, Tensor]
-) -> dict[str, float]:
-    out, peak = compare.call_and_peak(call, inputs, inputs[0].device, warm=setting.plain)
-    found = {} if peak is None or not setting.plain else {"peak memory, bytes": float(peak)}
-    if peer.same_pattern:
-        rows = rows_of(setting.base, compare.ROWS)
-        q, k, v = (x.cpu() for x in inputs)
-        expected = exact(case, q, k, v, rows)
-        found["error"] = float((out[:, rows].double().cpu() - expected).norm() / expected.norm())
-    return found
 
 
 def _differentiable(call: Call, inputs: Sequence[Tensor]) -> bool:

@@ -195,19 +195,12 @@ def _refusal(case: Case) -> str | None:
 
 
 def _figures(setting: Setting, case: Case, call: Call, device: torch.device) -> dict[str, float]:
-    """Return by name: the relative error in norm over ROWS rows against float64, the score entries divided by those of
-    dense attention, the mean number of different keys that a token sees in all heads together and, in plain settings
-    where it can be measured, the peak memory."""
-    rows, inputs = rows_of(setting.base, ROWS), inputs_of(setting.base, device)
-    out, peak = call_and_peak(call, inputs, device, warm=setting.plain)
-    q, k, v = (x.cpu() for x in inputs)
-    expected = exact(case, q, k, v, rows)
-    found = {
-        "error": float((out[:, rows].double().cpu() - expected).norm() / expected.norm()),
+    """Return what `error_and_peak` does, the score entries divided by those of dense attention, and the mean number of
+    different keys that a token sees in all heads together."""
+    return error_and_peak(setting, case, call, device) | {
         "share of score entries": case.attention_flops / replace(case, method="dense").flops,
-        "keys reached": keys_reached(case, rows),
+        "keys reached": keys_reached(case, rows_of(setting.base, ROWS)),
     }
-    return found if peak is None or not setting.plain else found | {"peak memory, bytes": float(peak)}
 
 
 def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:
@@ -270,20 +263,27 @@ def inputs_of(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]
     return base.inputs(device)[0]
 
 
-def call_and_peak(
-    call: Call, inputs: tuple[Tensor, Tensor, Tensor], device: torch.device, *, warm: bool
-) -> tuple[Tensor, int | None]:
-    """Return what the call returns, and the bytes that it adds at its peak, or None if the system does not say.
+def error_and_peak(setting: Setting, case: Case | None, call: Call, device: torch.device) -> dict[str, float]:
+    """Return by name the call's relative error in norm over ROWS rows, against `case` in float64 if that is given, and
+    in plain settings the bytes that it adds at its peak, if the system says.
 
-    With `warm`, a second call is measured: the first also loads operators and makes plans. For dense attention at 2,048
+    There a second call is measured: the first also loads operators and makes plans. For dense attention at 2,048
     tokens, these take 1.8 of its 6.4 MiB.
     """
+    inputs, found = inputs_of(setting.base, device), {}
     outs: list[Tensor] = []
     with torch.no_grad():
-        if warm:
+        if setting.plain:
             call(*inputs)
         peak = measure.peak_above_now(lambda: outs.append(call(*inputs)), device)
-    return outs[0], peak
+    if case is not None:
+        q, k, v = (x.cpu() for x in inputs)
+        rows = rows_of(setting.base, ROWS)
+        expected = exact(case, q, k, v, rows)
+        found["error"] = float((outs[0][:, rows].double().cpu() - expected).norm() / expected.norm())
+    if setting.plain and peak is not None:
+        found["peak memory, bytes"] = float(peak)
+    return found
 
 
 def table(rows: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
