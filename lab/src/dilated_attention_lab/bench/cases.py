@@ -226,9 +226,6 @@ class Case:
             outputs += int(2 * (self.density or 1) * self.seq_len / self.block_size) + 1
         return outputs * self.out_bytes + tables
 
-    def _normal(self, device: torch.device, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=getattr(torch, self.dtype), device=device).normal_()
-
     def inputs(self, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return random (q, k, v) of each fused call: one in all, except for `dense calls`. These make one per branch,
         and one more per branch with a shorter last segment."""
@@ -244,7 +241,8 @@ class Case:
                 )
                 if segments * length
             ]
-        return [tuple(self._normal(device, *shape) for _ in range(3)) for shape in shapes]  # type: ignore[misc]
+        options: dict[str, Any] = {"dtype": getattr(torch, self.dtype), "device": device}
+        return [tuple(torch.randn(shape, **options) for _ in range(3)) for shape in shapes]  # type: ignore[misc]
 
     def _layouts(self) -> Callable[[int], BlockLayout]:
         """Make the layouts inside branches now, because a compiled call cannot.

@@ -196,15 +196,11 @@ def in_new_process(
     return json.loads(answer.splitlines()[-1])
 
 
-def before_peak(case: Case) -> Case:
-    """Return a short call of the same kind, to run before the one whose memory is measured."""
-    return replace(case, seq_len=max(64, 4 * case.block_size))
-
-
 def _measure_peak(request: dict[str, Any]) -> int | None:
     torch.set_num_threads(request["threads"])
     device, case = torch.device(request["device"]), Case(**request["case"])
-    first, work = (x.contender(device, backward=request["backward"]) for x in (before_peak(case), case))
+    short = replace(case, seq_len=max(64, 4 * case.block_size))
+    first, work = (x.contender(device, backward=request["backward"]) for x in (short, case))
     list(first())  # loads the operators and starts the threads
     return peak_above_now(lambda: list(work()), device)
 

@@ -29,7 +29,7 @@ from dilated_attention import Dilated, dilated_attention
 from dilated_attention.parallel import ExchangePlan, exchange_plan
 from dilated_attention.plumbing import Traffic, use_link
 from dilated_attention_lab.bench.cases import doubling
-from dilated_attention_lab.bench.measure import in_new_process, peak_above_now
+from dilated_attention_lab.bench.measure import UNTOLD, in_new_process, peak_above_now
 from dilated_attention_lab.bench.rehearsal_links import RehearsalLink
 from dilated_attention_lab.bench.results import Row
 
@@ -193,8 +193,7 @@ def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
         figures.append((f"modelled: received in a forward, {scheme}", received, "bytes"))
         figures.append((f"modelled, {network}: communication, {scheme}", network.seconds(received, messages), "s"))
     for name, value, unit in figures:
-        refused = None if value is not None else "this system does not tell a process's peak memory"
-        yield Row(name=name, parameters=parameters, value=value, unit=unit, refused=refused)
+        yield Row(name, parameters, value, unit, refused=UNTOLD if value is None else None)
 
 
 def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
@@ -202,15 +201,6 @@ def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
     request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
     answer = in_new_process(__name__, request)
     return [Rehearsal(World(**found.pop("world")), **found) for found in answer]
-
-
-def _group(ranks: int) -> ProcessGroup:
-    """Return a process group of the last `ranks` ranks of the default group. This process is the last rank of both."""
-    size = dist.get_world_size()
-    if ranks == size:
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    return dist.new_group(list(range(size - ranks, size)))
 
 
 def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float, Traffic, Traffic]]:
@@ -249,7 +239,8 @@ def _rehearse(worlds: Sequence[World], rounds: int) -> list[Rehearsal]:
     """
     size = max(world.ranks for world in worlds)
     dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
-    calls = [_call(world, _group(world.ranks)) for world in worlds]
+    # This process is the last rank of every group, too.
+    calls = [_call(world, dist.new_group(list(range(size - world.ranks, size)))) for world in worlds]
     runs: list[list[tuple[float, float, Traffic, Traffic]]] = [[] for _ in worlds]
 
     def run() -> None:
@@ -263,19 +254,10 @@ def _rehearse(worlds: Sequence[World], rounds: int) -> list[Rehearsal]:
     for world, results in zip(worlds, runs, strict=True):
         # The first of several is a warm-up: it makes the plans.
         forward, backward, moved, returned = zip(*results[rounds > 1 :], strict=True)
-        received = moved[-1].bytes_received, moved[-1].messages_received, moved[-1].rounds
-        found.append(
-            Rehearsal(
-                world,
-                world.plan().transport,
-                forward,
-                backward,
-                moved[-1].bytes_sent,
-                *received,
-                returned[-1].bytes_sent,
-                peak if len(worlds) == 1 else None,
-            )
-        )
+        one, back = moved[-1], returned[-1]
+        counted = one.bytes_sent, one.bytes_received, one.messages_received, one.rounds, back.bytes_sent
+        held = peak if len(worlds) == 1 else None
+        found.append(Rehearsal(world, world.plan().transport, forward, backward, *counted, held))
     return found
 
 
