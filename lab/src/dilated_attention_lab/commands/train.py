@@ -181,8 +181,6 @@ def _connect(
 
     kept: what `session.chosen_options` returned. continues: whether this resumes a run.
     """
-    if watch is None and options.context_parallel == 1:
-        return None
     require_divisor(options.context_parallel, 1 if watch is None else watch.size)
     if watch is None:
         return None

@@ -38,9 +38,8 @@ class Ranks:
         """Form the group of the processes that `watch` has gathered: over NCCL if `device` is CUDA, else over gloo.
 
         Args:
-            context_parallel: ranks that share a sequence; it divides the number of processes.
+            context_parallel: ranks that share a sequence; it passes `require_divisor`.
         """
-        require_divisor(context_parallel, watch.size)
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl" if device.type == "cuda" else "gloo"
