@@ -108,7 +108,7 @@ def _bench(options: argparse.Namespace) -> int:
     if "check" in names:
         unread = ("quick", "only", "device", "out", "share", "part")
         others = [name for name in names if name != "check"]
-        others += [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]
+        others += [_option(name) for name in unread if getattr(options, name)]
         if others:
             raise ValueError(f"check takes --baseline and --update alone; got {' '.join(others)}: leave it out")
         return _check(options.baseline or Path("results/baseline.json"), options.update)
@@ -195,19 +195,12 @@ def _compare(options: argparse.Namespace) -> int:
                 for row in chain(compare.measured(setting, device), compare.ring_of_two(setting, device)):
                     recorder.add(row)
             shown = compare.table(compare.rows_at(recorder.rows, setting))
-        show(_recorded(label, *shown))
+        show(_table(label, *shown))
     if recorder.failure is not None:
         return 1
     _tell(recorder.path)
     _tell(*charts.draw_file(recorder.path, recorder.path.parent), word="drawn:")
     return 0
-
-
-def _recorded(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
-    shown = _table(title, *headings)
-    for line in lines:
-        shown.add_row(*line)
-    return shown
 
 
 def _writable(folder: Path, name: str = "--out") -> Path:
@@ -221,8 +214,12 @@ def _writable(folder: Path, name: str = "--out") -> Path:
         raise ValueError(f"{name} {folder}: cannot be written ({error.strerror})") from error
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _sizes(options: argparse.Namespace, *names: str) -> str:
-    return " ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)
+    return " ".join(f"{_option(name)} {getattr(options, name)}" for name in names)
 
 
 def _check(path: Path, update: bool) -> int:
@@ -232,14 +229,14 @@ def _check(path: Path, update: bool) -> int:
     if update:
         check.entries(path)  # a damaged file is refused before minutes of measuring
     baseline = {} if update else check.read_baseline(path, device)
-    shown = _table("check", "figure", "value", "baseline", "at most", "")
     verdicts = [check.check(guard, baseline) for guard in _along(check.GUARDS, lambda guard: guard.name)]
+    lines = []
     for verdict in verdicts:
         value, limit = f"{number(verdict.value)} {verdict.guard.unit}", verdict.limit
         known = ("none", "") if limit is None else (number(verdict.baseline or 0.0), number(limit))
         judged = "" if update else "held" if verdict.held else Text("WORSE", "bold")
-        shown.add_row(verdict.guard.name, value, *known, judged)
-    show(shown)
+        lines.append((verdict.guard.name, value, *known, judged))
+    show(_table("check", ("figure", "value", "baseline", "at most", ""), lines))
     if update:
         check.write_baseline(path, device, {verdict.guard.name: verdict.value for verdict in verdicts})
         _tell(path)
@@ -266,13 +263,14 @@ def _along(items: Sequence[Item], label: Callable[[Item], str]) -> Generator[Ite
             progress.advance(task)
 
 
-def _table(title: str, first: str, *others: str) -> Table:
+def _table(title: str, headings: Sequence[str], lines: Iterable[Sequence[str | Text]] = ()) -> Table:
     from rich.table import Table
 
-    shown = Table(title=title, title_justify="left")
-    shown.add_column(first)
-    for heading in others:
+    shown = Table(headings[0], title=title, title_justify="left")
+    for heading in headings[1:]:
         shown.add_column(heading, justify="right", no_wrap=True)
+    for line in lines:
+        shown.add_row(*line)
     return shown
 
 
@@ -399,7 +397,7 @@ def _plot(options: argparse.Namespace) -> int:
         path = options.out or Path("runs/pattern.png")
         _writable(path.parent)
         print(pattern_options.picture(options.what, vars(options), path))
-        print(f"written: {path}")
+        _tell(path)
         return 0
     results, out = Path(options.what), options.out or Path("docs/pictures")
     if not results.is_dir():
@@ -407,10 +405,8 @@ def _plot(options: argparse.Namespace) -> int:
             f"{options.what!r} is neither a pattern ({', '.join(pattern_options.NAMES)}) nor a folder of results"
         )
     for name in sorted(vars(options).keys() - {"command", "run", "what", "out", "documents"}):
-        option = name.replace("_", "-")
-        raise ValueError(
-            f"--{option} is of a pattern, not of {options.what!r}, a folder of results; it would change nothing"
-        )
+        what = f"{options.what!r}, a folder of results"
+        raise ValueError(f"{_option(name)} is of a pattern, not of {what}; it would change nothing")
     written = list(charts.draw(results, out))
     documents = options.documents
     if documents is None:
@@ -424,8 +420,7 @@ def _plot(options: argparse.Namespace) -> int:
     for place in documents:
         files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
         written += [file for file in files if write(file, results)]
-    for path in written:
-        print(f"written: {path}")
+    _tell(*written)
     return 0
 
 
@@ -438,8 +433,7 @@ def _profile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     unread += ["blocks", "density", "block_size"] * (method not in SPARSE)
     for name in unread:
         if getattr(options, name) != parser.get_default(name):
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is not of {options.method!r}; it would change nothing")
+            raise ValueError(f"{_option(name)} is not of {options.method!r}; it would change nothing")
     case = Case(
         method=method,
         seq_len=options.tokens,
@@ -493,7 +487,7 @@ def table(title: str, rows: list[Row]) -> Table:
     lines = [_cells(row) for row in rows]
     headings = ("figure", "value", "10 to 90 %", "GFLOP/s", "bar")
     filled = [i for i in range(len(headings)) if i < 2 or any(len(line[i]) for line in lines)]
-    shown, case = _table(title, *(headings[i] for i in filled)), ""
+    shown, case = _table(title, [headings[i] for i in filled]), ""
     for row, line in zip(rows, lines, strict=True):
         if describe(row.parameters) != case:
             case = describe(row.parameters)
