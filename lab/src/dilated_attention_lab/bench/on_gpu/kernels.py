@@ -73,10 +73,7 @@ def compiled(kernel: Kernel, case: Case, device: torch.device) -> Iterator[Row]:
 
 
 def tile_shapes(kernel: Kernel, case: Case, device: torch.device, budget: float) -> Iterator[Row]:
-    """Yield the time of a whole call with each tile shape of this kernel, to choose those in configurations.py.
-
-    budget: about how many seconds all rounds take.
-    """
+    """Yield the time of a whole call with each tile shape of this kernel, to choose those in configurations.py."""
     contenders, refused = tiled(kernel, case, device)
     phase, (shipped, *_) = "forward" if kernel == "forward" else "forward+backward", contenders
     rounds = measure.interleave(contenders, seconds=budget, device=device, dtype=getattr(torch, case.dtype))

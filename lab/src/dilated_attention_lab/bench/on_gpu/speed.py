@@ -1,4 +1,4 @@
-"""Compare times with dense kernels of equal work, FlexAttention, and the native backend."""
+"""Compare times with dense kernels of equal work, FlexAttention, and native. A `budget` is as in the suites."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def backward_alone(rounds: Rounds, name: str) -> Spread:
 
 
 def speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Iterator[Row]:
-    """Compare the backends `names` with dense kernels of equal work, in the same rounds, for about `budget` seconds.
+    """Compare the backends `names` with dense kernels of equal work, in the same rounds.
 
     Yield for each the rate of a matrix product divided by its rate of useful work, then triton's time per score entry
     over the best dense kernel's.
@@ -128,10 +128,7 @@ def _reasons(refused: Mapping[str, str]) -> str:
 
 
 def block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool) -> Iterator[Row]:
-    """Compare triton's forward with FlexAttention on the same blocks (`flex`), or with dense kernels over all tokens.
-
-    budget: about how many seconds all rounds take.
-    """
+    """Compare triton's forward with FlexAttention on the same blocks (`flex`), or with dense kernels on all tokens."""
     ours = {"triton": partial(case.contender, device)}
     if flex:
         rival = replace(case, method="flex", backend="auto")
@@ -148,10 +145,7 @@ def block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool)
 
 
 def small(device: torch.device, budget: float) -> Iterator[Row]:
-    """Time a short sequence, where the overhead of the host matters, eager and as a CUDA graph, against dense kernels.
-
-    budget: about how many seconds all rounds take.
-    """
+    """Time a short sequence, where the host's overhead matters, eager and as a CUDA graph, against dense kernels."""
 
     def replayed() -> Contender:
         inputs, call = SMALL.inputs(device)[0], SMALL.prepare()
@@ -212,7 +206,7 @@ def window(keys: int, case: Case, device: torch.device, budget: float) -> Iterat
     Yield the largest difference of their outputs; for each of them, and for dense calls, the rate of a matrix product
     divided by its rate of useful work; then the ratio of their times.
 
-    case: the dense case whose inputs are used. budget: about how many seconds all rounds take.
+    case: the dense case whose inputs are used.
     """
     ours, rival = "triton", "FlashAttention's window"
     seen, (q, k, v) = Window(keys - 1), case.inputs(device)[0]
@@ -252,7 +246,6 @@ def against(
     Yield the time of every contender, then one ratio of times for each of `ours`.
 
     Args:
-        budget: about how many seconds all rounds take.
         bars: the largest allowed ratio of each contender in `ours`.
         work: useful floating-point operations of each contender, for the GFLOP/s that its row records.
         most: the largest number of rounds.
@@ -277,9 +270,8 @@ def against(
 
 def threshold(device: torch.device, budget: float, case: Case = SMALL, lengths: Sequence[int] = SHORT) -> Iterator[Row]:
     """Find the least work (score entries x head_dim) from which triton is as fast as native, at this and all longer
-    lengths measured, in the forward and with the backward. `case` is measured at each of `lengths`, for about `budget`
-    seconds each. Yield the two ratios of times at each length, then that work, or a row that says why there is
-    none."""
+    lengths measured, in the forward and with the backward. `case` is measured at each of `lengths`. Yield the two
+    ratios of times at each length, then that work, or a row that says why there is none."""
     faster: list[tuple[int, bool]] = []
     for length in lengths:
         case = replace(case, seq_len=length)

@@ -1,4 +1,7 @@
-"""The named suites of `bench`: each is a list of steps, and a step yields rows."""
+"""The named suites of `bench`: each is a list of steps, and a step yields rows.
+
+In all of them a `budget` is about how many seconds the rounds of a step take, and a `bar` what a ratio may not exceed.
+"""
 
 from __future__ import annotations
 

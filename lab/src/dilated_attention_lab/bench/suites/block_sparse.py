@@ -100,8 +100,7 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
 def _over_rivals(case: Case, device: torch.device, budget: float, *names: Method, backward: bool = True) -> Step:
     """Compare a block-sparse case with other ways to run its layout, the methods `names` of `Case`: results and times.
 
-    budget: about how many seconds all rounds take. backward: whether forward+backward is timed too; not for
-    FlexAttention on a CPU, where it has no backward.
+    backward: whether forward+backward is timed too; not for FlexAttention on a CPU, where it has no backward.
     """
     rivals = {name: replace(case, method=name) for name in names if name != "mask" or case.seq_len**2 <= DENSE_LIMIT}
     no_compiler = device.type == "cpu" and shutil.which("c++") is None and rivals.pop("flex", None) is not None

@@ -62,8 +62,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     for case in kinds:
         few = replace(case, heads=2)
         long = [] if quick else [replace(few, seq_len=32768)]
-        for one in (case, *long):
-            found += [_beside(one, "dense calls", FULL, budget), _beside(_causal(one), "dense calls", CAUSAL, budget)]
+        for one, (is_causal, bars) in product((case, *long), ((False, FULL), (True, CAUSAL))):
+            found.append(_beside(replace(one, is_causal=is_causal), "dense calls", bars, budget))
         for seq_len in (2048,) if quick else (2048, 4096, 8192):
             whole = replace(case, heads=4, seq_len=seq_len, segment_lengths=(seq_len,), dilation_rates=(1,))
             found.append(_beside(whole, "dense", DENSE, budget))
@@ -80,10 +80,6 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         case = replace(DILATED, seq_len=16384 if quick else 65536, dtype=dtype)
         found += [peak(case, device, bar=0.2, beside_out=True), peak(case, device, backward=True, beside_out=True)]
     return found
-
-
-def _causal(case: Case) -> Case:
-    return replace(case, is_causal=True)
 
 
 def _short(case: Case, rows: int) -> Case:
@@ -123,8 +119,7 @@ def _row(
 
 
 def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
-    """Compare the C++ kernels on a dilated pattern with PyTorch's attention on as many score entries, for about
-    `budget` seconds.
+    """Compare the C++ kernels on a dilated pattern with PyTorch's attention on as many score entries.
 
     rival: the method of `Case` that computes the latter, `dense` or `dense calls`.
     """
@@ -143,7 +138,7 @@ def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
 def _blocks(base: Case, budget: float) -> Step:
     """Compare the C++ kernels' time for blocks of 128 tokens with dense attention's time multiplied by their density.
 
-    base: the case to take all but the method and the blocks from. budget: about how many seconds all rounds take.
+    base: the case to take all but the method and the blocks from.
     """
     sparse = {
         f"{blocks} {density:.0%}": replace(base, method="block-sparse", blocks=blocks, density=density)
@@ -172,18 +167,15 @@ def _over_native(cases: Sequence[Case], phases: Sequence[str], bar: float | None
 
 
 def _short_rows(dtype: str, budget: float) -> Step:
-    """Compare the C++ kernels with native on segments so short that the overhead of a tile decides.
-
-    The choice of `auto` rests on these times. budget: about how many seconds all rounds take.
-    """
+    """Compare the C++ kernels with native on segments so short that the overhead of a tile decides: the choice of
+    `auto` rests on these times."""
     cases = [_short(replace(DILATED, seq_len=4096, dtype=dtype), rows) for rows in ROWS]
     phases = "forward", "forward+backward"
     return Step(f"short segments, {dtype}, over native", lambda: _over_native(cases, phases, None, budget))
 
 
 def _small(dtype: str, budget: float) -> Step:
-    """Compare the C++ kernels with native in forwards that are mostly the overhead of reaching the kernel, for about
-    `budget` seconds."""
+    """Compare the C++ kernels with native in forwards that are mostly the overhead of reaching the kernel."""
     cases = [_short(replace(DILATED, seq_len=seq_len, dtype=dtype), seq_len) for seq_len in (64, 512)]
     return Step(f"small calls, {dtype}, over native", lambda: _over_native(cases, ("forward",), 0.8, budget))
 
@@ -200,10 +192,7 @@ def _high_precision() -> Iterator[None]:
 
 def _halves(case: Case, bar: float, budget: float) -> Step:
     """Compare float32 under `set_float32_matmul_precision("high")` with PyTorch's dense calls, and with this library's
-    kernels at the default precision.
-
-    bar: the largest ratio to the dense calls. budget: about how many seconds all rounds take.
-    """
+    kernels at the default precision."""
     cases = {OURS: case, "dense calls": replace(case, method="dense calls")}
 
     def run() -> Iterator[Row]:

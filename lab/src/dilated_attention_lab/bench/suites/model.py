@@ -136,10 +136,7 @@ def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iter
 def _compared(
     calls: Mapping[str, Any], name: str, parameters: Mapping[str, Any], bar: float, device: torch.device, budget: float
 ) -> Row:
-    """Return a row, called `name`, with the ratio of the first call's time to the second's.
-
-    bar: the largest ratio. budget: about how many seconds all rounds take.
-    """
+    """Return a row, called `name`, with the ratio of the first call's time to the second's."""
     contenders = {key: contender(call) for key, call in calls.items()}
     rounds = measure.interleave(contenders, seconds=budget, device=device, most=20)
     one, other = calls

@@ -68,7 +68,6 @@ def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
 
 def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Step:
     """Compare lists of `number` single tokens, one list per query for all heads, with `gather` and dense attention.
-    This takes about `budget` seconds.
 
     The lists are one random set of tokens, shifted by a random distance for each query; no indexer chooses them.
     """

@@ -20,6 +20,8 @@ from dilated_attention_lab.bench.suites import Step, over
 
 HEADS = 4
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Inputs = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+"""A function from a number of tokens to random q, k and v."""
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
@@ -71,12 +73,11 @@ def windowed(window: Window, is_causal: bool, backend: str = "auto") -> Attend:
 
 
 def _over_dense(
-    label: str, window: Window, is_causal: bool, seq_len: int, inputs: Any, bar: float, budget: float
+    label: str, window: Window, is_causal: bool, seq_len: int, inputs: Inputs, bar: float, budget: float
 ) -> Step:
     """Compare a window's time per score entry with PyTorch's dense call over the same tokens.
 
-    label: what the progress bar calls the window. inputs: a function from seq_len to (q, k, v). bar: the largest ratio.
-    budget: about how many seconds all rounds take.
+    label: what the progress bar calls the window.
     """
 
     def run() -> Iterator[Row]:
@@ -96,7 +97,7 @@ def _over_dense(
     return Step(f"window of {label}", run)
 
 
-def _over_mask(window: Window, seq_len: int, inputs: Any, budget: float) -> Step:
+def _over_mask(window: Window, seq_len: int, inputs: Inputs, budget: float) -> Step:
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
         distance = torch.arange(seq_len) - torch.arange(seq_len)[:, None]
@@ -114,11 +115,8 @@ def _over_mask(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
     return Step(f"window of {window.before + 1} keys over the masked call", run)
 
 
-def _over_flex(window: Window, seq_len: int, inputs: Any, budget: float) -> Step:
-    """Compare the time of a window with compiled FlexAttention, which skips blocks that the window hides.
-
-    inputs: a function from seq_len to (q, k, v). budget: about how many seconds all rounds take.
-    """
+def _over_flex(window: Window, seq_len: int, inputs: Inputs, budget: float) -> Step:
+    """Compare the time of a window with compiled FlexAttention, which skips blocks that the window hides."""
 
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query - key <= window.before)
@@ -142,11 +140,8 @@ def _over_flex(window: Window, seq_len: int, inputs: Any, budget: float) -> Step
     return Step(f"window of {window.before + 1} keys over FlexAttention", run)
 
 
-def _memory(window: Window, seq_len: int, inputs: Any) -> Step:
-    """Measure the peak memory of a forward above q, k, v and out, where the system gives it.
-
-    inputs: a function from seq_len to (q, k, v).
-    """
+def _memory(window: Window, seq_len: int, inputs: Inputs) -> Step:
+    """Measure the peak memory of a forward above q, k, v and out, where the system gives it."""
 
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
@@ -162,9 +157,9 @@ def _memory(window: Window, seq_len: int, inputs: Any) -> Step:
     return Step(f"memory of {seq_len:,} tokens", run)
 
 
-def _in_chunks(seq_len: int, inputs: Any, budget: float, chunk: int = 4096) -> Step:
+def _in_chunks(seq_len: int, inputs: Inputs, budget: float) -> Step:
     def run() -> Iterator[Row]:
-        (q, k, v), window = inputs(seq_len), Window(1023)
+        (q, k, v), window, chunk = inputs(seq_len), Window(1023), 4096
         whole = partial(attention, q, k, v, window, is_causal=True)
 
         def chunks() -> None:
@@ -181,7 +176,7 @@ def _in_chunks(seq_len: int, inputs: Any, budget: float, chunk: int = 4096) -> S
     return Step(f"a prompt of {seq_len:,} tokens in chunks", run)
 
 
-def _one_token(inputs: Any, budget: float) -> Step:
+def _one_token(inputs: Inputs, budget: float) -> Step:
     def run() -> Iterator[Row]:
         (q, k, v), window = inputs(100_001), Window(1023)
 
