@@ -145,16 +145,14 @@ def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
     if `setting.has_plan`, the time of each variant in PLANNED over each one's in BASELINES; and for each phase, the
     time of the ring module in one process over `dilated_attention`'s (PAIR).
     """
-    cases, refusals = variants(setting.base), {}
+    cases = variants(setting.base)
     calls: dict[str, Call] = {}
     for name, case in cases.items():
         if refused := _refusal(case):
-            refusals[name] = refused
-            continue
-        call = case.prepare(device)
-        calls[name] = torch.compile(call, fullgraph=True) if setting.compiled else call
-    for name, refused in refusals.items():
-        yield Row(NAME, parameters(setting, name, cases[name]), None, "ms", refused=refused)
+            yield Row(NAME, parameters(setting, name, case), None, "ms", refused=refused)
+        else:
+            call = case.prepare(device)
+            calls[name] = torch.compile(call, fullgraph=True) if setting.compiled else call
     figures = {name: _figures(setting, cases[name], call, device) for name, call in calls.items()}
     where = setting.base.parameters | {"compiled": setting.compiled}
     errors, bar = {name: found["error"] for name, found in figures.items()}, BARS[getattr(torch, setting.base.dtype)]
@@ -176,10 +174,8 @@ def measured(setting: Setting, device: torch.device) -> Iterator[Row]:
     if setting.has_plan:
         for baseline, (name, most) in product(BASELINES, PLANNED.items()):
             shares = [figures[x]["share of score entries"] for x in (name, baseline)]
-            its, work = (
-                parameters(setting, name, cases[name]),
-                {"score entries over the baseline's": shares[0] / shares[1]},
-            )
+            its = parameters(setting, name, cases[name])
+            work = {"score entries over the baseline's": shares[0] / shares[1]}
             yield Row.of(f"{PLAN_OVER} {baseline}", its, rounds.ratio(name, baseline), bar=most, figures=work)
     pair = {name: contenders[name] for name in PAIR}  # alone: among all, long calls leave them two rounds
     alone = measure.interleave(pair, seconds=setting.seconds / 4, device=device, least=5)

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
         highlight=False,
     )
     found = Demo(tokens=tokens, **_recall(console, tokens, seed, device), **_text(console, text, seconds, seed, device))
-    row = {**{name: getattr(found, name) for name in Demo.__slots__}, "environment": environment(device)}
+    row = asdict(found) | {"environment": environment(device)}
     row |= {"seconds": time.perf_counter() - begin, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     storage.write_text(out / "figures.jsonl", json.dumps(row) + "\n")
     lines = {**found.by_distance, "chance": dict.fromkeys(found.by_distance["dilated"], recall.CHANCE)}

@@ -81,7 +81,7 @@ def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> S
             torch.randn(1, seq_len, heads, HEAD_DIM, device=device, requires_grad=True) for heads in (HEADS // 2, 1, 1)
         )
         calls: dict[str, Callable[..., Tensor]] = {
-            "lists": partial(block_sparse_attention, layout=layout),
+            "lists": partial(block_sparse_attention, layout=layout),  # type: ignore[dict-item]
             "gather": partial(gather, chosen=chosen),
             "dense": _dense,
         }
