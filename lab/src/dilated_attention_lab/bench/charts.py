@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +39,23 @@ def draw(results: Path, out: Path) -> Iterator[Path]:
 
 
 def draw_file(path: Path, folder: Path) -> Iterator[Path]:
-    """Draw into a folder the pictures that one file has rows for, and yield the paths written."""
+    """Draw into a folder the pictures that one file has rows for, and yield the paths written.
+
+    Raises ValueError if the file is damaged or its rows cannot be drawn.
+    """
     pictures = {path.stem: _stages} if path.stem.startswith("profile-") else PICTURES.get(path.stem, {})
     for name, picture in pictures.items():  # results/aot has rows that `read` does not know
-        with drawing(path) as rows:
+        rows = read(path)
+        try:
             figure = picture(rows)
-            if figure is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
-                figure.savefig(folder / f"{name}.png", dpi=150)
-        if figure is not None:
-            yield folder / f"{name}.png"
-
-
-@contextmanager
-def drawing(path: Path) -> Iterator[list[Record]]:
-    """Yield the rows of a file. If the `with` block finds them unusable (an AttributeError, KeyError, TypeError or
-    ValueError), raise a ValueError that names the file."""
-    rows = read(path)
-    try:
-        yield rows
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: no picture can be drawn from its rows ({error!r})") from error
+            if figure is None:
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.suptitle(rows[0]["environment"]["device"], fontsize=9)
+            figure.savefig(folder / f"{name}.png", dpi=150)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: no picture can be drawn from its rows ({error!r})") from error
+        yield folder / f"{name}.png"
 
 
 Series = Mapping[str, tuple[str, str, Sequence[tuple[float, float]]]]

@@ -91,7 +91,7 @@ def draw(results: Path, folder: Path) -> Iterator[Path]:
 
 
 def save(panels: Sequence[Panel], path: Path) -> None:
-    """Draw one chart into a file; an SVG gets the hash of its data and no date."""
+    """Draw one chart into an SVG file, with the hash of its data and without a date."""
     with matplotlib.rc_context({"svg.hashsalt": "dilated-attention", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(8, 3.6) if len(panels) > 1 else (6.4, 3.6), layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -104,8 +104,7 @@ def save(panels: Sequence[Panel], path: Path) -> None:
             if len(panel.series) > 1:
                 place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3 if len(panel.series) == 3 else 2}
                 axes.legend(frameon=False, fontsize=8, **place)
-        metadata = {"Date": None, "Description": f"data: {digest(panels)}"} if path.suffix == ".svg" else {}
-        figure.savefig(path, metadata=metadata, dpi=110)
+        figure.savefig(path, metadata={"Date": None, "Description": f"data: {digest(panels)}"})
 
 
 def _styles(panel: Panel) -> Iterator[tuple[Series, str, str]]:
