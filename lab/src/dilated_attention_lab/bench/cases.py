@@ -18,7 +18,7 @@ from dilated_attention.nn import (
     RingDilatedAttention,
 )
 from dilated_attention.plumbing import Plan, plan_dilated
-from dilated_attention_lab.bench.rivals import RIVALS
+from dilated_attention_lab.bench.rivals import RIVALS, sdpa
 
 Contender = Callable[[], Iterator[str]]
 """Work to be timed: each name that it yields is a phase, which ends there."""
@@ -294,8 +294,7 @@ class Case:
             options["head_groups"] = self.method == "head groups"
             return dilated_attention(q, k, v, self.segment_lengths, self.dilation_rates, **options)  # type: ignore[return-value]
         if self.method == "dense":
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal).transpose(1, 2)
+            return sdpa(q, k, v, is_causal=self.is_causal)
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
 
     def contender(self, device: torch.device, *, backward: bool = False, repeat: int = 1) -> Contender:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,15 +61,16 @@ def _not_future(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tens
     return query >= key
 
 
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Call `scaled_dot_product_attention` on q, k and v `(batch, seq, heads, head_dim)`."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
 def mask(layout: BlockLayout) -> Call:
     """Return a function of q, k and v that calls `scaled_dot_product_attention` with a boolean mask of all pairs."""
     pairs_on = cache(layout.dense_mask().to)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=pairs_on(q.device)).transpose(1, 2)
-
-    return call
+    return lambda q, k, v: sdpa(q, k, v, attn_mask=pairs_on(q.device))
 
 
 def gather(layout: BlockLayout) -> Call:

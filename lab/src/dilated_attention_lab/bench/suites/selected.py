@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +15,7 @@ from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, S
 from dilated_attention_lab.bench import measure
 from dilated_attention_lab.bench.cases import trained
 from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.rivals import sdpa
 from dilated_attention_lab.bench.suites import Step, over
 
 WIDTH, HEADS, KV_HEADS = 512, 8, 2
@@ -104,9 +104,7 @@ def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> S
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = (x.expand(-1, -1, q.shape[2], -1) for x in (k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    return sdpa(q, *(x.expand(-1, -1, q.shape[2], -1) for x in (k, v)))
 
 
 def gather(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:

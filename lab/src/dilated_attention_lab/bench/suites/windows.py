@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -16,6 +15,7 @@ from dilated_attention import Dilated, Window, attention
 from dilated_attention_lab.bench import measure
 from dilated_attention_lab.bench.cases import Contender, contender, trained
 from dilated_attention_lab.bench.results import Row
+from dilated_attention_lab.bench.rivals import sdpa
 from dilated_attention_lab.bench.suites import Step, over
 
 HEADS = 4
@@ -56,11 +56,6 @@ def _parameters(q: Tensor, **more: Any) -> dict[str, Any]:
     return {"seq_len": q.shape[1], "heads": HEADS, "head_dim": q.shape[3], "dtype": dtype, **more}
 
 
-def _torch(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
-
-
 def windowed(window: Window, is_causal: bool, backend: str = "auto") -> Attend:
     """Return a function of q, k and v that calls `attention` with a window."""
 
@@ -84,7 +79,7 @@ def _over_dense(
         q, k, v = inputs(seq_len)
         contenders = {
             "window": trained(windowed(window, is_causal), (q, k, v)),
-            "dense": trained(partial(_torch, is_causal=is_causal), (q, k, v)),
+            "dense": trained(partial(sdpa, is_causal=is_causal), (q, k, v)),
         }
         rounds = measure.interleave(contenders, seconds=budget, device=q.device, dtype=q.dtype)
         entries = window.flops(seq_len, 1, 1, is_causal) / Dilated((seq_len,), (1,)).flops(seq_len, 1, 1, is_causal)
@@ -104,7 +99,7 @@ def _over_mask(window: Window, seq_len: int, inputs: Inputs, budget: float) -> S
         mask = ((distance <= 0) & (distance >= -window.before)).to(q.device)
         contenders = {
             "window": trained(windowed(window, True), (q, k, v)),
-            "mask": trained(partial(_torch, attn_mask=mask), (q, k, v)),
+            "mask": trained(partial(sdpa, attn_mask=mask), (q, k, v)),
         }
         rounds = measure.interleave(contenders, seconds=budget, device=q.device)
         parameters = _parameters(q, before=window.before, after=0, is_causal=True)
@@ -187,7 +182,7 @@ def _one_token(inputs: Inputs, budget: float) -> Step:
 
         def visible() -> None:
             for _ in range(100):
-                _torch(q[:, -1:], k[:, -1024:], v[:, -1024:])
+                sdpa(q[:, -1:], k[:, -1024:], v[:, -1024:])
 
         contenders = {"at 100,000": token(100_000), "at 5,000": token(5_000), "visible keys": contender(visible)}
         with torch.no_grad():
