@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -141,19 +142,9 @@ def elapsed(call: Callable[[], object], *, runs: int) -> Spread:
 
 def fused_calls(call: Callable[[], object]) -> int:
     """Count the forwards of PyTorch's fused attention that a call of the native backend makes."""
-    number, forward = 0, fused.forward
-
-    def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        nonlocal number
-        number += 1
-        return forward(*arguments)
-
-    fused.forward = counted  # type: ignore[assignment]
-    try:
+    with patch.object(fused, "forward", wraps=fused.forward) as forward:
         call()
-    finally:
-        fused.forward = forward
-    return number
+    return forward.call_count
 
 
 def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = False) -> int | None:

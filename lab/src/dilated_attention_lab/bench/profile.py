@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -124,14 +125,10 @@ def _total(recorded: torch.profiler.profile) -> float:
 
 @contextmanager
 def _marked() -> Iterator[None]:
-    originals = {place: getattr(*place) for place in STAGES}
-    for place, stage in STAGES.items():
-        setattr(*place, _under(_MARK + stage, originals[place]))
-    try:
+    with ExitStack() as patches:
+        for place, stage in STAGES.items():
+            patches.enter_context(patch.object(*place, _under(_MARK + stage, getattr(*place))))
         yield
-    finally:
-        for place, original in originals.items():
-            setattr(*place, original)
 
 
 def _under(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
