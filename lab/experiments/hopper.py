@@ -1,15 +1,14 @@
 # mypy: ignore-errors
-"""A candidate kernel, not yet run on a GPU: the forward of plain dilated calls on sm_90, warp-specialised, in Gluon.
+"""A candidate kernel: the forward of plain dilated calls on sm_90, warp-specialised, in Gluon.
 
     python lab/experiments/hopper.py [--out FOLDER]
 
 compares it with the kernel that ships and times both, on a GPU of sm_90, and writes <out>/<device>/hopper.jsonl. No
-backend uses it. What it should gain: in a loop that Triton compiles, a warpgroup
-waits for each product of scores before it computes a softmax, and all warps of a program wait for one another at every
-tile of
-keys (results/aot, sm_90). Here one warp loads the tiles by TMA, and two warpgroups with 64 rows each take turns
-at issuing products, as in FlashAttention-3: a softmax runs under the same warpgroup's product with values and under
-both products of the other.
+backend uses it: results/cuda-nvidia-h200/hopper.jsonl has it faster at head_dim 128 and slower at 64. What it should
+gain: in a loop that Triton compiles, a warpgroup waits for each product of scores before it computes a softmax, and all
+warps of a program wait for one another at every tile of keys (results/aot, sm_90). Here one warp loads the tiles by
+TMA, and two warpgroups with 64 rows each take turns at issuing products, as in FlashAttention-3: a softmax runs under
+the same warpgroup's product with values and under both products of the other.
 
 It reads the tables of kernels/strided.py. A span of stride r is a box of a tensor that is viewed as (tokens / r rows of
 r tokens), so there is one descriptor per stride: Q1 to Q5, K1 to K5 and V1 to V5, each an argument of its own, since

@@ -131,16 +131,16 @@ def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float |
         contenders = {name: prompt.reads(model.to(device), name, tokens) for name, prompt in prompts.items()}
         rounds = measure.interleave(contenders, seconds=60, device=device, least=1 if seq_len > 8192 else 2, most=5)
         yield over(rounds, OURS, "sdpa", "forward", parameters, bar=bars[0])
-        ours, sdpa = (_last_logits(model, prompts[name].states) for name in (OURS, "sdpa"))
+        with torch.no_grad():
+            ours, sdpa = (model.lm_head(prompts[name].states[-1024:]) for name in (OURS, "sdpa"))
         two = sdpa.topk(2).values
         other = (ours.argmax(-1) != sdpa.argmax(-1)) & (two[:, 0] - two[:, 1] > 1e-2)
         name = "logits of the last 1,024 tokens: relative distance to sdpa's"
         distance = ((ours - sdpa).norm() / sdpa.norm()).item()
         yield Row(name, parameters, distance, "x", bar=2e-3, figures={"other argmax": int(other.sum())})
-        peaks = {name: prompt.bytes for name, prompt in prompts.items()}
-        figures = {name: peak for name, peak in peaks.items() if peak is not None}
+        figures = {name: prompt.bytes for name, prompt in prompts.items() if prompt.bytes is not None}
         name, mask = "forward: peak memory with a mask's bytes added, over sdpa's", seq_len**2
-        if len(figures) < len(peaks):
+        if len(figures) < len(prompts):
             yield Row(name, parameters, None, "x", refused=measure.UNTOLD)
         else:
             value = (figures[OURS] + mask) / figures["sdpa"]
@@ -252,12 +252,6 @@ class _Prompt:
             yield "forward"
 
         return work
-
-
-@torch.no_grad()
-def _last_logits(model: Any, states: Tensor) -> Tensor:
-    logits: Tensor = model.lm_head(states[-1024:])
-    return logits
 
 
 @torch.no_grad()
