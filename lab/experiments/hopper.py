@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilated_attention.backends import tiles, triton
 from dilated_attention.backends.problem import Problem
@@ -204,74 +206,44 @@ TILES_IN_FLIGHT = {64: (128, 3), 128: (128, 2)}
 MOST_STRIDES = 5
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Launch:
-    """A launch for contiguous q (B, N, H, D) and k, v (B, N, HK, D); UnsupportedError where it would be wrong."""
-    _, tokens, _, head_dim = q.shape
+def prepare(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Return a call that computes out and lse of contiguous q (B, N, H, D) and k, v (B, N, HK, D). Raises
+    UnsupportedError where it would be wrong."""
+    batch, tokens, heads, head_dim = q.shape
     if head_dim not in TILES_IN_FLIGHT or q.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"the candidate needs a head_dim of 64 or 128 in 16 bits; got {head_dim}, {q.dtype}")
     if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, k, v)):
         raise UnsupportedError("the candidate needs contiguous q, k and v on 16 bytes")
     keys, stages = TILES_IN_FLIGHT[head_dim]
-    found = tiles.tables(plan, "queries", Shape(2 * ROWS.value, keys, 4, stages), None, q.device)
-    lines = found[0].lines
+    table, *more = tiles.tables(plan, "queries", Shape(2 * ROWS.value, keys, 4, stages), None, q.device)
+    lines = table.lines
     strides = sorted({*lines[:, [2, *range(9, lines.shape[1], 5)]].flatten().tolist()} - {0})  # 0: spans of other tiles
-    if len(found) != 1 or found[0].chain or not found[0].even or not plan.covered or lines[:, 5].any():
+    if more or table.chain or not table.even or not plan.covered or lines[:, 5].any():
         raise UnsupportedError("the candidate needs one launch of full tiles that covers all rows, without phantoms")
     if any(tokens % stride for stride in strides):
         raise UnsupportedError(f"the candidate needs strides that divide {tokens}; got {strides}")
     if len(strides) > MOST_STRIDES:
         raise UnsupportedError(f"the candidate needs at most {MOST_STRIDES} strides; got {strides}")
-    return Launch(q, k, v, found[0], tuple(strides), keys, stages, scale)
+    group = heads // k.shape[2]
+    dtype = gl.float16 if q.dtype == torch.float16 else gl.bfloat16
+    # A descriptor for each: in the place of strides that there are not, the last one again.
+    padded = [*strides, *[strides[-1]] * (MOST_STRIDES - len(strides))]
 
-
-@dataclass(frozen=True)
-class Launch:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    table: tiles.Table
-    strides: tuple[int, ...]
-    keys: int
-    stages: int
-    scale: float
-
-    @property
-    def grid(self) -> int:
-        return len(self.table.lines) * self.q.shape[0] * (self.q.shape[2] // self.k.shape[2])
-
-    def constants(self) -> dict[str, object]:
-        return {
-            "G": self.q.shape[2] // self.k.shape[2], "SPANS": self.table.spans, "STRIDES": self.strides,
-            "D": self.q.shape[3], "BN": self.keys, "ST": self.stages,
-        }  # fmt: skip
-
-    def views(self) -> list[tuple[Tensor, int]]:
-        """Per descriptor: the tensor as (tokens / stride rows of stride tokens), and the rows of a box; of q, k, v. In
-        the place of strides that there are not, the last one again."""
-        strides = (*self.strides, *[self.strides[-1]] * (MOST_STRIDES - len(self.strides)))
-        return [
-            (x.view(x.shape[0] * x.shape[1] // stride, -1), rows)
-            for x, rows in ((self.q, ROWS.value), (self.k, self.keys), (self.v, self.keys))
-            for stride in strides
-        ]
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        q, k = self.q, self.k
+    def launch() -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        dtype = gl.float16 if q.dtype == torch.float16 else gl.bfloat16
         boxes = []
-        for view, rows in self.views():
-            box = [rows, q.shape[3]]
+        for (x, rows), stride in product(((q, ROWS.value), (k, keys), (v, keys)), padded):
+            box = [rows, head_dim]
             layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-            boxes.append(TensorDescriptor.from_tensor(view, box, layout))
-        forward[(self.grid,)](
-            *boxes, out, lse, self.table.lines, q.shape[0], q.shape[2], k.shape[2], q.shape[1],
-            self.scale * LOG2E.value, **self.constants(), num_warps=4, **FUSED,
+            boxes.append(TensorDescriptor.from_tensor(x.view(batch * tokens // stride, -1), box, layout))
+        forward[(len(lines) * batch * group,)](
+            *boxes, out, lse, lines, batch, heads, k.shape[2], tokens, scale * LOG2E.value,
+            G=group, SPANS=table.spans, STRIDES=tuple(strides), D=head_dim, BN=keys, ST=stages, num_warps=4, **FUSED,
         )  # fmt: skip
         return out, lse
+
+    return launch
 
 
 def measured(case: Case, device: torch.device, budget: float) -> Iterator[Row]:
