@@ -54,21 +54,11 @@ class Check:
 
     def inputs(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return random q `(batch, seq, heads, head_dim)`, and k and v with `kv_heads` heads. The seed is fixed."""
-        generator = torch.Generator(device).manual_seed(0)
-        packed = torch.randn(self.shape(head_dim), generator=generator, device=device)
-        q, k, v = self.parts(packed.to(dtype))
-        return (q + self.apart, k - self.apart, v) if self.apart else (q, k, v)
-
-    def shape(self, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of the tensor that `parts` splits: `(batch, seq, heads + 2 kv_heads, head_dim)`, with one
-        more channel if `self.views`."""
-        return self.batch, self.seq_len, self.heads + 2 * self.kv_heads, head_dim + self.views
-
-    def parts(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v as parts of `packed`: views if `self.views`, else copies."""
+        shape = self.batch, self.seq_len, self.heads + 2 * self.kv_heads, head_dim + self.views
+        packed = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device).to(dtype)
         parts = packed[..., int(self.views) :].split((self.heads, self.kv_heads, self.kv_heads), 2)
         q, k, v = (x if self.views else x.contiguous() for x in parts)
-        return q, k, v
+        return (q + self.apart, k - self.apart, v) if self.apart else (q, k, v)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> dict[str, Tensor]:
         """Run forward and backward; return out, lse, dq, dk and dv by name."""
