@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_both_slide_encoders_compute_the_same():
-    calls = model.encoders(1, 40, CPU)
+    calls = model.encoders(1, 40, CPU, model.OURS, model.RIVAL)
     ours, rival = calls[model.OURS](), calls[model.RIVAL]()
     assert ours.shape == (1, model.WIDTH)
     torch.testing.assert_close(ours, rival, rtol=1e-4, atol=2e-5)

@@ -89,15 +89,6 @@ def slide(tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return x.to(device), torch.randint(GRID * 256, (1, tiles, 2), generator=generator).to(device)
 
 
-def encoders(layers: int, tiles: int, device: torch.device) -> Mapping[str, Any]:
-    """Return by name two functions without arguments, this library's slide encoder first, then the released algorithm.
-
-    Each embeds the same slide with its own copy of the same weights.
-    """
-    x, coords = slide(tiles, device)
-    return {OURS: _ours(layers, x, coords, device), RIVAL: _rival(layers, x, coords, device)}
-
-
 def _ours(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
     model = load_gigapath(slide_weights(layers)).to(device)
     return torch.no_grad()(lambda: model(x, coords))
@@ -108,6 +99,18 @@ def _rival(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
     options = released.Attention(HEADS, PATTERN.segment_lengths, PATTERN.dilation_rates)
     sines = grid_sines(coords // 256, GRID, WIDTH)  # the released code keeps a table of them
     return torch.no_grad()(lambda: released.gigapath(weights, x, sines, options))
+
+
+def _tile_attention(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
+    model = load_gigapath(slide_weights(layers)).to(device)
+    return lambda: tile_attention(model, x, coords)
+
+
+def encoders(layers: int, tiles: int, device: torch.device, *names: str) -> dict[str, Any]:
+    """Return by name functions without arguments, each of which runs on the same slide with its own copy of the same
+    weights: this library's slide encoder (OURS), the released algorithm (RIVAL), tile attention (TILES)."""
+    makers, (x, coords) = {OURS: _ours, RIVAL: _rival, TILES: _tile_attention}, slide(tiles, device)
+    return {name: makers[name](layers, x, coords, device) for name in names}
 
 
 def slide_parameters(seq_len: int, layers: int) -> dict[str, Any]:
@@ -124,7 +127,7 @@ def slide_parameters(seq_len: int, layers: int) -> dict[str, Any]:
 
 
 def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
-    calls = encoders(layers, tiles, device)
+    calls = encoders(layers, tiles, device, OURS, RIVAL)
     ours, rival = (calls[name]() for name in (OURS, RIVAL))
     parameters = slide_parameters(tiles, layers)
     largest = float(((ours - rival).abs() / (2e-5 + 1e-4 * rival.abs())).max())
@@ -159,24 +162,16 @@ def _slide_memory(tiles: int, layers: int, device: torch.device) -> Iterator[Row
 
 
 def _tiles(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
-    x, coords = slide(tiles, device)
-    calls = {TILES: _tile_attention(layers, x, coords, device), OURS: _ours(layers, x, coords, device)}
+    calls = encoders(layers, tiles, device, TILES, OURS)
     parameters = slide_parameters(tiles, layers)
     yield _compared(calls, "tile attention: time over one encoding", parameters, 1.5, device, budget)
 
 
-def _tile_attention(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
-    model = load_gigapath(slide_weights(layers)).to(device)
-    return lambda: tile_attention(model, x, coords)
-
-
 def _measure_peak(request: Mapping[str, Any]) -> int | None:
-    device = torch.device(request["device"])
+    device, name = torch.device(request["device"]), request["name"]
     torch.set_num_threads(request["threads"])
-    make = {OURS: _ours, RIVAL: _rival, TILES: _tile_attention}[request["name"]]
-    make(1, *slide(64, device), device)()  # loads the operators and starts the threads
-    call = make(request["layers"], *slide(request["tiles"], device), device)
-    return measure.peak_above_now(call, device)
+    encoders(1, 64, device, name)[name]()  # loads the operators and starts the threads
+    return measure.peak_above_now(encoders(request["layers"], request["tiles"], device, name)[name], device)
 
 
 def _ragged(tiles: tuple[int, ...], device: torch.device, budget: float) -> Iterator[Row]:
