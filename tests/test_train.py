@@ -19,7 +19,7 @@ from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
 from dilated_attention_lab import terminal
 from dilated_attention_lab.training import session
-from dilated_attention_lab.training.loop import Recipe, Training, read_checkpoint
+from dilated_attention_lab.training.loop import OPTIONS, Recipe, Training, read_checkpoint
 from dilated_attention_lab.training.text import read_text
 
 CONFIG = LongNetConfig(embed_dim=16, num_layers=2, num_heads=2, pattern=Dilated((16, 64), (1, 4)))
@@ -243,7 +243,7 @@ def started(text, out, **recipe):
 
 def finish(training, out, console=None):
     console = console or Console(file=io.StringIO(), width=200)
-    code = session.run(training, out, console, save_every=2, held_out_windows=2, sample_bytes=8)
+    code = session.run(training, out, console, OPTIONS | {"save_every": 2, "held_out": 2, "sample": 8})
     return code, console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
 
 

@@ -159,16 +159,7 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
         training = session.start(
             options.paths, options.out, model, recipe, overwrite=options.overwrite, options=kept, **where
         )
-    code: int = session.run(
-        training,
-        options.out,
-        console(quiet=not first),
-        save_every=kept["save_every"],
-        keep=kept["keep"],
-        held_out_windows=kept["held_out"],
-        sample_bytes=kept["sample"],
-        received=received,
-    )
+    code: int = session.run(training, options.out, console(quiet=not first), kept, received)
     if ranks is not None:
         ranks.leave()
     return code

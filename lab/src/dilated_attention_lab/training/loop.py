@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 BETAS = (0.9, 0.95)
 DTYPES = ("float32", "bfloat16")
 OPTIONS: dict[str, Any] = {  # of `train`, kept beside the checkpoint
-    "save_every": 100,
-    "keep": 2,
-    "held_out": 16,
-    "sample": 256,
+    "save_every": 100,  # steps between checkpoints
+    "keep": 2,  # older checkpoints to keep
+    "held_out": 16,  # the most windows of held-out text to measure on at the end
+    "sample": 256,  # bytes of sample text to write at the end
     "backend": "auto",
     "device": "cpu",
 }

@@ -192,24 +192,14 @@ def _usable(device: str, backend: str) -> torch.device:
 
 
 def run(
-    training: Training,
-    out: Path,
-    console: Console,
-    *,
-    save_every: int,
-    keep: int = OPTIONS["keep"],
-    held_out_windows: int,
-    sample_bytes: int,
-    received: Sequence[int] | None = None,
+    training: Training, out: Path, console: Console, options: Mapping[str, Any], received: Sequence[int] | None = None
 ) -> int:
     """Train to the end, then report. Returns the exit code: 0, or 128 + n after signal n, with the progress saved.
 
     Raises FloatingPointError if a loss, or the result on held-out text, is not finite.
 
     Args:
-        save_every: steps between checkpoints. keep: older checkpoints to keep.
-        held_out_windows: the most windows of held-out text to measure on at the end.
-        sample_bytes: bytes of sample text to write at the end; 0 for no sample.
+        options: as `chosen_options` returns them.
         received: the list of an enclosing `noted_signals`; None to note signals here.
     """
     console.print(forecast(training), highlight=False, soft_wrap=True)
@@ -219,13 +209,13 @@ def run(
             if training.ranks is not None:  # a signal may reach some ranks earlier than others
                 number = training.ranks.greatest(number)
                 training.ranks.watch.place = f"after step {step}"
-            if number or step % save_every == 0 or step == training.recipe.steps:
-                path = save(training, out, keep=keep)
+            if number or step % options["save_every"] == 0 or step == training.recipe.steps:
+                path = save(training, out, keep=options["keep"])
             if number:
                 stopped = f"stopped after step {step} of {training.recipe.steps}; --resume continues from {path}"
                 console.print(stopped, markup=False, highlight=False, soft_wrap=True)
                 return 128 + number
-    _report(training, out, console, held_out_windows, sample_bytes)
+    _report(training, out, console, options["held_out"], options["sample"])
     return 0
 
 
