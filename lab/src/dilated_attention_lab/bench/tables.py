@@ -8,9 +8,8 @@ becomes a table of the rows of that file whose name contains these words and who
 
     <!-- results: cpu-2-threads-amd-epyc/foundation.jsonl name=memory seq_len=8192 -->1.50 x<!-- end of results -->
 
-The word `variants` makes a table like the one of `compare`; `bar` writes whether the rows meet theirs, `met in 2 of 3`;
-`range` writes the least and the greatest value of all rows that fit, `0.05 to 0.23 x`; `over=dense` takes a row's ratio
-to another contender instead of its value.
+The word `bar` writes whether the rows meet theirs, `met in 2 of 3`; `range` writes the least and the greatest value of
+all rows that fit, `0.05 to 0.23 x`; `over=dense` takes a row's ratio to another contender instead of its value.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention.plumbing import storage
-from dilated_attention_lab.bench import compare
 from dilated_attention_lab.bench.results import Record, read
 
 SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of results -->", re.DOTALL)
@@ -42,8 +40,7 @@ def render(text: str, results: Path) -> str:
         elif "range" in words:
             body = extent(rows)
         elif "\n" in span["text"]:
-            body = variants(rows) if "variants" in words else table(rows)
-            body = f"\n{body}\n"
+            body = f"\n{markdown(*columns(rows))}\n"
         elif len(rows) == 1:
             body = value(rows[0])
         else:
@@ -107,11 +104,6 @@ def extent(rows: list[Record]) -> str:
     return f"{' to '.join(ends)} {rows[0]['unit']}".rstrip()
 
 
-def table(rows: list[Record]) -> str:
-    """Return a Markdown table with one line per row and the headings of `columns`."""
-    return markdown(*columns(rows))
-
-
 def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the headings (figure, case, value, ratios to others, bar), and one line per row.
 
@@ -132,11 +124,6 @@ def columns(rows: list[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     ]
     found = {name: cells for name, cells in found.items() if any(cells)}
     return tuple(found), list(zip(*found.values(), strict=True))
-
-
-def variants(rows: list[Record]) -> str:
-    """Return Markdown: the table that `compare` prints for these rows, one line per variant."""
-    return markdown(*compare.table(rows))
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
