@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +19,6 @@ SHORT = 512
 """Bytes of a short piece of text."""
 MOST_ORDER = 6
 """Six bytes of context and the next one fit into 63 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Hold the counts of one order, the number of bytes of context.
-
-    These are the sorted n-grams (`grams`) and how often each was `seen`; the sorted `contexts`, how often each was seen
-    (`totals`), and how many different bytes followed it (`kinds`).
-    """
-
-    grams: Numbers
-    seen: Numbers
-    contexts: Numbers
-    totals: Numbers
-    kinds: Numbers
 
 
 class NgramTable:
@@ -57,10 +41,10 @@ class NgramTable:
         """Return the mean -log2 P over the bytes after the first `skip`."""
         whole = text.numpy().astype(np.int64)
         chance = np.full(len(whole), 1 / 256)
-        for order, counts in enumerate(self._orders):
+        for order, (known, counts, contexts, *of_contexts) in enumerate(self._orders):
             grams = _grams(whole, order)
-            seen = _looked_up(counts.grams, counts.seen, grams)
-            total, kinds = (_looked_up(counts.contexts, x, grams >> 8) for x in (counts.totals, counts.kinds))
+            seen = _looked_up(known, counts, grams)
+            total, kinds = (_looked_up(contexts, x, grams >> 8) for x in of_contexts)
             lower = chance[order:]
             chance[order:] = np.where(total, (seen + kinds * lower) / np.maximum(total + kinds, 1), lower)
         return float(-np.log2(chance[skip:]).mean())
@@ -74,10 +58,12 @@ def _grams(text: Numbers, order: int) -> Numbers:
     return grams
 
 
-def _count(grams: Numbers) -> _Counts:
+def _count(grams: Numbers) -> tuple[Numbers, ...]:
+    """Return the different n-grams, sorted, and how often each was seen; their contexts, the bytes before the last,
+    sorted, how often each was seen, and how many different bytes followed it."""
     unique, seen = np.unique(grams, return_counts=True)
     contexts, first, kinds = np.unique(unique >> 8, return_index=True, return_counts=True)
-    return _Counts(unique, seen, contexts, np.add.reduceat(seen, first), kinds)
+    return unique, seen, contexts, np.add.reduceat(seen, first), kinds
 
 
 def _looked_up(keys: Numbers, values: Numbers, wanted: Numbers) -> Numbers:
