@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention.patterns import Dilated
@@ -242,7 +241,7 @@ def started(text, out, **recipe):
 
 
 def finish(training, out, console=None):
-    console = console or Console(file=io.StringIO(), width=200)
+    console = console or terminal.console(file=io.StringIO(), width=200)
     code = session.run(training, out, console, OPTIONS | {"save_every": 2, "held_out": 2, "sample": 8})
     return code, console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
 
@@ -323,7 +322,7 @@ def test_a_signal_ends_the_step_saves_and_resumes(number, text, tmp_path, monkey
 
 
 def test_progress_bar_on_a_terminal(text, tmp_path):
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    console = terminal.console(file=io.StringIO(), force_terminal=True, width=120)
     _, printed = finish(started(text, tmp_path / "run"), tmp_path / "run", console)
     assert "6/6" in printed
     assert "bits/byte" in printed

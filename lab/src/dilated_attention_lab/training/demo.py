@@ -83,7 +83,6 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
         f"1. recall: a fact anywhere in {tokens:,} tokens, a question at the end\n"
         f"2. text: {seconds:.0f} s of training on the Python standard library's sources, byte by byte\n"
         f"On 2 CPU cores the first takes about {100 * tokens / 32768 + 40:.0f} s.",
-        highlight=False,
     )
     found = Demo(tokens=tokens, **_recall(console, tokens, seed, device), **_text(console, text, seconds, seed, device))
     row = asdict(found) | {"environment": environment(device)}
@@ -92,9 +91,8 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
     lines = {**found.by_distance, "chance": dict.fromkeys(found.by_distance["dilated"], recall.CHANCE)}
     save_recall_and_context(out / "demo.png", lines, QUESTIONS, found.bits, found.table_bits)
     console.print(_table(found))
-    console.print("\n".join(sentences(found)), highlight=False)
-    said = f"{row['seconds']:.0f} s in all; saved in {out}: figures.jsonl, demo.png"
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join(sentences(found)))
+    console.print(f"{row['seconds']:.0f} s in all; saved in {out}: figures.jsonl, demo.png", soft_wrap=True)
     return 0
 
 

@@ -202,7 +202,7 @@ def run(
         options: as `chosen_options` returns them.
         received: the list of an enclosing `noted_signals`; None to note signals here.
     """
-    console.print(forecast(training), highlight=False, soft_wrap=True)
+    console.print(forecast(training), soft_wrap=True)
     with noted_signals() if received is None else nullcontext(received) as received:
         for step in _steps(training, console):
             number = received[0] if received else 0
@@ -213,7 +213,7 @@ def run(
                 path = save(training, out, keep=options["keep"])
             if number:
                 stopped = f"stopped after step {step} of {training.recipe.steps}; --resume continues from {path}"
-                console.print(stopped, markup=False, highlight=False, soft_wrap=True)
+                console.print(stopped, soft_wrap=True)
                 return 128 + number
     _report(training, out, console, options["held_out"], options["sample"])
     return 0
@@ -292,10 +292,10 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
             sample = write_sample(training, model, sample_bytes)
         storage.write_text(out / "sample.txt", sample)
         console.rule("sample: held-out text, continued by the model after the bar", style="dim")
-        console.print(sample, markup=False, highlight=False, soft_wrap=True)
+        console.print(sample, soft_wrap=True)
         console.rule(style="dim")
     written = f"saved in {out}: model/, checkpoint/, figures.jsonl, steps.jsonl, loss.png, pattern.png"
-    console.print(written, markup=False, highlight=False, soft_wrap=True)
+    console.print(written, soft_wrap=True)
 
 
 def write_sample(training: Training, model: LongNetLM, length: int) -> str:
