@@ -635,7 +635,8 @@ def test_control_c_leaves_no_rank(tmp_path):
     pids.mkdir()
     launcher = ("torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=0", "-m")
     source = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
 sys.path.insert(0, {str(tmp_path)!r})
 from dilated_attention_lab.bench.measure import in_new_process
 in_new_process("waiting", {{}}, launcher={launcher!r}, FOLDER={str(pids)!r})
