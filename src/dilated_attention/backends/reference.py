@@ -217,9 +217,18 @@ def batch_counts(
 ) -> tuple[Int[Tensor, "batch heads seq keys"], Int[Tensor, "batch heads seq"] | None]:
     """Return `count_matrix` for all samples of a batch, and the zero keys that each query sees too (`phantom_counts`).
 
-    Without compat, None replaces the zero keys. A sample's segments start at its first token. Arguments are as for
-    `reference_attention` and `count_matrix`. Queries outside every sample see nothing. If there are as many keys as
-    queries, no query sees a key outside its sample; otherwise all keys of a batch element count for each sample in it.
+    Every sample, packed or not, has its own segments from its own first token. Queries outside every sample see
+    nothing. If there are as many keys as queries, no query sees a key outside its sample; otherwise all keys of a batch
+    element count for each sample in it.
+
+    Args:
+        segment_lengths, dilation_rates, table: as for `count_matrix`; the table's heads are those of k and v.
+        compat: `"torchscale"` returns the zero keys; otherwise None replaces them.
+        lengths: number of tokens of each sample; later rows are neither seen nor computed.
+        cu_seqlens: the edges of samples packed into a batch of one, starting at 0.
+        key_padding_mask: True at keys that are hidden from every query.
+        visible: `visible(i, n)` returns which of the n participating tokens of a segment of sample i sees which.
+        starts, num_keys, of_branches: `starts`, `num_keys`, `bands` and `leading` of `count_matrix`.
     """
     num_keys = seq_len if num_keys is None else num_keys
     if cu_seqlens is not None:
@@ -241,7 +250,7 @@ def batch_counts(
         seen = None if visible is None else partial(visible, sample)
         counts[b, :, rows, columns] = count_matrix(
             *branches, is_causal=is_causal, key_padding_mask=padding, visible=seen, starts=starts,
-            num_keys=None if num_keys == seq_len else num_keys, **of_branches,
+            num_keys=columns.stop - columns.start, **of_branches,
         )  # fmt: skip
         phantoms[b, :, rows] = phantom_counts(*branches, is_causal=is_causal)
     return counts, phantoms if compat == "torchscale" else None
@@ -255,32 +264,19 @@ def reference_attention(
     dilation_rates: Sequence[int],
     table: Sequence[Sequence[int]],
     *,
-    is_causal: bool,
     scale: float | None = None,
     softcap: float = 0.0,
-    compat: str | None = None,
-    lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
-    cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
-    key_padding_mask: Bool[Tensor, "batch keys"] | None = None,
-    visible: Callable[[int, int], Bool[Tensor, "#heads rows rows"]] | None = None,
     dropout: Dropout | None = None,
-    starts: tuple[int, int] = (0, 0),
-    **of_branches: Any,
+    **of_counts: Any,
 ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq heads"]]:
     """Compute dilated attention from the definition.
 
     Args:
-        segment_lengths, dilation_rates, table: as for `count_matrix`; the table's heads are those of k and v.
+        segment_lengths, dilation_rates, table, of_counts: the arguments of `batch_counts`. Rows that are not computed
+            get out = 0 and lse = -inf.
         scale: 1/√head_dim unless given.
         softcap: as for `attend`.
-        compat: `"torchscale"` adds the zero keys of `phantom_counts`.
-        lengths: number of tokens of each sample; later rows are neither seen nor computed: out = 0, lse = -inf.
-        cu_seqlens: the edges of samples packed into a batch of one, starting at 0. Every sample, packed or not, has its
-            own segments from its own first token.
-        key_padding_mask: True at keys that are hidden from every query.
-        visible: `visible(i, n)` returns which of the n participating tokens of a segment of sample i sees which.
         dropout: which pairs survive, and the probability that one does not.
-        starts, of_branches: `starts`, `bands` and `leading` of `count_matrix`.
 
     Returns:
         out `(batch, seq, heads, head_dim)` in q's dtype; lse `(batch, seq, heads)`, float32 (float64 for float64),
@@ -290,10 +286,8 @@ def reference_attention(
         ValueError: the count matrix would exceed 2 GiB.
     """
     counts, phantoms = batch_counts(
-        q.shape[0], q.shape[1], segment_lengths, dilation_rates, table, is_causal=is_causal, compat=compat,
-        lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, visible=visible, starts=starts,
-        num_keys=k.shape[1], **of_branches,
-    )  # fmt: skip
+        q.shape[0], q.shape[1], segment_lengths, dilation_rates, table, num_keys=k.shape[1], **of_counts
+    )
     keep = None
     if dropout is not None:
         keys = dropout.keys.expand(k.shape[1:3]).repeat_interleave(q.shape[2] // k.shape[2], 1)
