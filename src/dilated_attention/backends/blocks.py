@@ -166,7 +166,7 @@ class Sequence:
             query = group.rows * self.layout.q_block + torch.arange(group.q_tokens, device=device)
             key = group.keys[:, :, None] * self.layout.k_block + torch.arange(group.k_tokens, device=device)
             future = key.flatten(1)[:, None, :] > query[:, :, None]
-            mask = torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -torch.inf)[:, None]
+            mask = fused.bias_of(future, dtype)[:, None]
             bias = mask if bias is None else bias + mask
         return bias
 

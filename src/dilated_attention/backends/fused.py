@@ -84,10 +84,8 @@ class Merged(NamedTuple):
         return Merged(view(dout), None if dlse is None else view(dlse), view(out), view(lse))
 
 
-def bias_of(hidden: Bool[Tensor, "*shape"] | None, dtype: torch.dtype) -> Float[Tensor, "*shape"] | None:
-    """Return -inf for hidden keys and 0 for the others; None if no mask is given."""
-    if hidden is None:
-        return None
+def bias_of(hidden: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """Return -inf where a key is hidden, and 0 elsewhere."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 

@@ -56,27 +56,19 @@ def on_request(facts: Facts) -> None:
     """Return None: `auto` chooses this backend wherever no other comes first."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Hold `residues` groups of one shape: `group`, and groups each shifted by one token and one KV head from the one
-    before it.
+def _families(groups: tuple[StridedGroup, ...]) -> Iterator[tuple[StridedGroup, int]]:
+    """Join runs of groups, each shifted by one token and one KV head from the one before it, into *families*: yield the
+    first group of each, and the number of its groups, the residues.
 
     A branch whose offset is h mod r gives such groups. A view can have a dimension that runs over them: its stride is
     one token plus one head.
     """
-
-    group: StridedGroup
-    residues: int
-
-
-def _families(groups: tuple[StridedGroup, ...]) -> Iterator[_Family]:
-    """Join runs of groups, each shifted from the previous one by one token and one head, into families."""
     i = 0
     while i < len(groups):
         first, residues = groups[i], 1
         while i + residues < len(groups) and groups[i + residues] == _shifted(first, residues):
             residues += 1
-        yield _Family(first, residues)
+        yield first, residues
         i += residues
 
 
@@ -255,12 +247,12 @@ def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[range, range]]:
     return [(range(first + j, stop + j, step * ratio), k_heads) for j in range(ratio)]
 
 
-def _blocks(family: _Family, batches: int, folds: bool) -> Iterator[tuple[range, range, range]]:
+def _blocks(batches: int, segments: int, residues: int, folds: bool) -> Iterator[tuple[range, range, range]]:
     """Yield (batch, segment, residue) index ranges, one per call, that together cover a family: as few as views permit.
 
     One call spans either all residues of one segment, or all segments of one residue. `folds`: as in `_folds`.
     """
-    batch, segment, residue = range(batches), range(family.group.queries.segments), range(family.residues)
+    batch, segment, residue = range(batches), range(segments), range(residues)
     if len(batch) * len(segment) < len(residue) * (1 if folds else len(batch)):
         return product(_each(batch), _each(segment), [residue])
     return product([batch] if folds else _each(batch), [segment], _each(residue))
@@ -327,7 +319,7 @@ class _Whole:
     def __init__(self, problem: Problem, operators: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.problem, self.operators = problem, operators
         self.q, self.k, self.v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-        self.bias = bias_of(problem.hidden, q.dtype)
+        self.bias = None if problem.hidden is None else bias_of(problem.hidden, q.dtype)
         groups = problem.plan.groups if q.numel() else ()
         self.groups = groups if problem.layouts else tuple([part for group in groups for part in _cut(group)])
 
@@ -351,11 +343,11 @@ class _Whole:
         limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
         ratio, row_bytes = q.shape[2] // self.k.shape[2], q.shape[-1] * q.element_size()
         per_head = layouts is not None and any(layout.num_heads > 1 for layout in layouts.values())
-        for family in (_Family(group, 1) for group in groups) if per_head else _families(groups):
-            group, most = family.group, _most_heads(family.group.queries, head_dim)
-            folds = _folds(group, tensors) and group.queries.segments <= min(_MOST_PROBLEMS, most)
+        for group, residues in ((group, 1) for group in groups) if per_head else _families(groups):
+            most, segments = _most_heads(group.queries, head_dim), group.queries.segments
+            folds = _folds(group, tensors) and segments <= min(_MOST_PROBLEMS, most)
             for q_heads, k_heads in _head_runs(group, ratio):
-                for batch, segment, residue in _blocks(family, len(q), folds):
+                for batch, segment, residue in _blocks(len(q), segments, residues, folds):
                     rows = len(batch) * len(segment) * len(residue) * len(q_heads) * group.queries.count
                     whole = _Tile(batch, segment, residue, q_heads, k_heads, ratio)
                     yield from ((group, tile) for tile in whole.cut(-(-rows * row_bytes // limit), most))
@@ -365,8 +357,7 @@ class _Whole:
         pairs = tile.pairs(problem.dropout, group, self.k)
         causal = group.low is None and group.high == 0
         if group.banded and not causal:
-            band = torch.zeros_like(hidden := _hidden(group, self.q.device), dtype=self.q.dtype)
-            band.masked_fill_(hidden, -torch.inf)
+            band = bias_of(_hidden(group, self.q.device), self.q.dtype)
             bias = band if bias is None else bias + band
         return Scores(causal, problem.scale, bias, pairs, problem.softcap)
 
