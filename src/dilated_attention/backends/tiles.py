@@ -115,24 +115,18 @@ def _block_table(
     groups: Sequence[StridedGroup], side: Side, shape: Shape, layout: BlockLayout, device: torch.device
 ) -> Table:
     own, loop = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
-    parts = [(_block_cells(_segment_cells(_under(group, layout), side), side, own), _heads(group)) for group in groups]
+    high = 0 if layout.is_causal else None  # the layout's own bound: no later key if it is causal
+    whole = [(_segment_cells(replace(group, low=None, high=high), side), _heads(group)) for group in groups]
+    parts = [(_block_cells(cells, side, own), heads) for cells, heads in whole]
     lines = heaviest_first(_lines(parts, side, shape.own))
     even = loop % shape.loop == 0 and layout.seq_len % loop == 0
     if side == "queries" and loop % shape.loop:
         edge = -1
-    elif (
-        layout.is_causal
-    ):  # the blocks that meet the tokens of the tile's own block; the partial last one is among them
+    elif layout.is_causal:  # the blocks that meet the tokens of the tile's own block, the partial last one among them
         edge = max(1, own // loop) if own % loop == 0 or loop % own == 0 else -(-(own - 1) // loop) + 1
     else:
         edge = int(side == "queries" and not even)
     return _table(lines, side, shape, 1, layout.is_causal, even, edge, device, layout.seq_len)
-
-
-def _under(group: StridedGroup, layout: BlockLayout) -> StridedGroup:
-    """Return the group with the bounds (`low`, `high`) that its layout sets: no later key if the layout is causal, else
-    no bound."""
-    return replace(group, low=None, high=0 if layout.is_causal else None)
 
 
 def _table(

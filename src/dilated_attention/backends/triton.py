@@ -306,7 +306,8 @@ class Launch:
         have a bias (`has_bias`), on `chain` (as in `__call__`), and on the strides in `numbers`."""
         shape, table = self.shape, self.table
         if side_of(self.kernel) == "queries":
-            sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * _row(numbers) >= WIDE_FROM}
+            row = max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])  # in elements
+            sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * row >= WIDE_FROM}
         else:
             sizes = {"BM": shape.loop, "BN": shape.own, "EVEN": table.even}
         return sizes | {
@@ -432,25 +433,14 @@ def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> 
     steps = {
         f"{x}s{axis}": n for x, three in zip(named, strides, strict=True) for axis, n in zip("bnh", three, strict=True)
     }
+    threshold, factor, (wsn, wsh) = 0, 1.0, (0, 0)
+    if dropout is not None:
+        threshold, factor, (wsn, wsh) = dropout.threshold, dropout.factor, dropout.key_strides
     return steps | {
-        "scale": scale, **_of_dropout(dropout), "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads,
-        "G": heads // kv_heads, "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
+        "threshold": threshold, "keep_scale": factor, "wsn": wsn, "wsh": wsh, "scale": scale, "B": batch, "N": tokens,
+        "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads, "UNIT": unit, "D": head_dim, "DP": _padded(head_dim),
+        "PRECISION": _precision(q.dtype),
     }  # fmt: skip
-
-
-def _of_dropout(dropout: Dropout | None) -> dict[str, Any]:
-    if dropout is None:
-        return {"threshold": 0, "keep_scale": 1.0, "wsn": 0, "wsh": 0}
-    key, head = dropout.key_strides
-    return {"threshold": dropout.threshold, "keep_scale": dropout.factor, "wsn": key, "wsh": head}
-
-
-def _row(numbers: dict[str, Any]) -> int:
-    """Return the largest stride of a token in k, v and the hash words of keys, in elements.
-
-    Times `Table.reach`, it says whether a streamed tile needs 64-bit offsets. `numbers`: from `_numbers`.
-    """
-    return max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])
 
 
 def _dense_rows(x: Tensor) -> Tensor:
