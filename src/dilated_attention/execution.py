@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.tiles import concatenate
-from dilated_attention.cache import lasting, name_of, plan_cache, plan_layout
+from dilated_attention.cache import lasting, plan_cache, plan_layout
 from dilated_attention.call import Call
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan
@@ -131,9 +131,14 @@ def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[sli
 
     `slices`: the (batch, seq) slices of each sample.
     """
+    starts = tuple(batch.start * k.shape[1] + seq.start for batch, seq in slices)
+    lengths = tuple(seq.stop - seq.start for _, seq in slices)
+    tokens = k.shape[0] * k.shape[1]
+    key = ("packed", tokens, starts, lengths, call.branches, call.is_causal)
+    plan = plan_cache.get(key, lambda: concatenate([call.plan(n) for n in lengths], list(starts), tokens))
     (hidden,), dropout = _packed(call.key_padding_mask), call.dropout(q, k)
     dropout = None if dropout is None else dropout.packed()
-    return Problem(_packed_plan(call, k, slices), call.positive_scale, hidden, None, dropout, call.softcap)
+    return Problem(plan, call.positive_scale, hidden, None, dropout, call.softcap)
 
 
 def layouts_of(
@@ -162,8 +167,7 @@ def _layout(
 ) -> BlockLayout:
     """Return a layout's first `length` tokens on `device`, for one sample or (None) for all, from the cache.
 
-    It has lists for each of `heads` query heads, unless all heads share lists. A caller may make the layout anew for
-    each call, so the names of its tables (`name_of`) serve as the key.
+    It has lists for each of `heads` query heads, unless all heads share lists.
     """
     heads = heads if layout.num_heads > 1 else 1
 
@@ -171,20 +175,7 @@ def _layout(
         made = layout.select(batch=None if sample is None else [sample]).for_heads(heads).prefix(length)
         return (made.causal() if is_causal else made).to(device)
 
-    names = name_of(layout.indptr), name_of(layout.indices), layout.seq_len, layout.block_size, layout.is_causal
-    return plan_layout((*names, sample, heads, length, is_causal, device), lambda: lasting(make, device))
-
-
-def _packed_plan(call: Call, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Plan:
-    """Return one plan for all samples of a ragged call: q, k and v are read as one sequence, batch after batch.
-
-    `slices`: the (batch, seq) slices of each sample.
-    """
-    starts = tuple(batch.start * k.shape[1] + seq.start for batch, seq in slices)
-    lengths = tuple(seq.stop - seq.start for _, seq in slices)
-    tokens = k.shape[0] * k.shape[1]
-    key = ("packed", tokens, starts, lengths, call.branches, call.is_causal)
-    return plan_cache.get(key, lambda: concatenate([call.plan(n) for n in lengths], list(starts), tokens))
+    return plan_layout((layout.key, sample, heads, length, is_causal, device), lambda: lasting(make, device))
 
 
 def _packed(*tensors: Tensor | None) -> list[Any]:
