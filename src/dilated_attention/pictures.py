@@ -6,7 +6,7 @@ Matplotlib is imported when something is drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,20 +21,8 @@ PERCENTILE = 99  # of the tiles' values: the end of their scale
 PIXELS = 512  # the largest side of a picture; in a longer sequence, a pixel shows several pairs
 
 
-class Branches(Protocol):
-    """Describe what this module uses of a `Dilated` pattern, a class that it must not import."""
-
-    @property
-    def segment_lengths(self) -> tuple[int, ...]: ...
-
-    @property
-    def dilation_rates(self) -> tuple[int, ...]: ...
-
-    def offset_table(self, num_heads: int) -> tuple[tuple[int, ...], ...]: ...
-
-
 def plot_counts(
-    pattern: Branches,
+    pattern: Any,
     seq_len: int,
     head: int,
     num_heads: int,
@@ -47,6 +35,7 @@ def plot_counts(
     """Draw a square per (query row, key column) of one head: white if unseen, darker if more branches show the key.
 
     Args:
+        pattern: a `Dilated`, which this module must not import.
         num_heads: the number of KV heads.
         layout_of: returns the block layout inside a segment, given the number of tokens that take part in it.
         pixels: the largest side of the picture; in a longer sequence a square is the mean over neighbouring pairs.
