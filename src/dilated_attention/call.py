@@ -185,7 +185,11 @@ class Call:
         options["lengths"], options["cu_seqlens"] = lengths, cu_seqlens
         if over_ranks:
             _check_over_ranks(pattern, options)
-        _check_values(q, k, options)
+        checks.mask(k, options["key_padding_mask"])
+        checks.boolean("is_causal", options["is_causal"])
+        checks.number("scale", options["scale"])
+        checks.probability("dropout_p", options["dropout_p"])
+        checks.sinks(q, options["sinks"])
         head_offset = options["head_offset"]
         head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)
         branches = branched_factor(pattern, seq_len).branches(k.shape[2], head_offset)
@@ -227,11 +231,9 @@ class Call:
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:
         """Return the plan of one sample on one device; `queries`, `keys`: their numbers, equal by default."""
-        rows, columns = (
-            (start, start + count)
-            for start, count in zip(self.starts, (queries, queries if keys is None else keys), strict=True)
-        )
-        return plan_of(self.branches, rows, columns, self.is_causal)
+        q_start, k_start = self.starts
+        columns = k_start, k_start + (queries if keys is None else keys)
+        return plan_of(self.branches, (q_start, q_start + queries), columns, self.is_causal)
 
     def samples(self, seq_len: int) -> list[tuple[slice, slice]]:
         """Return the (batch, seq) slices of the call's samples. Segments start anew in each sample.
@@ -261,9 +263,8 @@ class Call:
 
     def row_counts(self, length: int) -> set[int]:
         """Return the distinct numbers of tokens that take part in a segment, for a sample of `length` tokens."""
-        # torch.compile of PyTorch 2.8 does not support a slice of a named tuple.
-        segment_lengths, dilation_rates, offsets, _, _, _ = self.branches
-        return row_counts(segment_lengths, dilation_rates, offsets, length)
+        branches = self.branches
+        return row_counts(branches.segment_lengths, branches.dilation_rates, branches.offsets, length)
 
     def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
         """Return the object that says which pairs of query and key survive dropout; None without dropout.
@@ -466,14 +467,6 @@ def starts_of(options: Options) -> tuple[int, int]:
     )
 
 
-def _check_values(q: Tensor, k: Tensor, options: Options) -> None:
-    checks.mask(k, options["key_padding_mask"])
-    checks.boolean("is_causal", options["is_causal"])
-    checks.number("scale", options["scale"])
-    checks.probability("dropout_p", options["dropout_p"])
-    checks.sinks(q, options["sinks"])
-
-
 def _check_over_ranks(pattern: Pattern, options: Options) -> None:
     """Refuse what a mesh of several ranks lacks: a layout with dropout or a key mask, and dropout with lengths."""
     if isinstance(pattern, (BlockLayout, Product)):
@@ -533,23 +526,20 @@ def layout_remedy(given: Any) -> str:
 
 def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: Options, over_ranks: bool) -> Facts:
     """Return what the choice of a backend depends on."""
-    needs = []
-    if options["key_padding_mask"] is not None:
-        needs.append("key_padding_mask")
-    if options["dropout_p"] > 0:
-        needs.append("dropout_p")
-    if isinstance(pattern, (BlockLayout, Product)):
-        needs.append("a block layout")
-    if branches.bands:
-        needs.append("a window")
-    if options["softcap"] is not None:
-        needs.append("softcap")
+    asked = (
+        ("key_padding_mask", options["key_padding_mask"] is not None),
+        ("dropout_p", options["dropout_p"] > 0),
+        ("a block layout", isinstance(pattern, (BlockLayout, Product))),
+        ("a window", bool(branches.bands)),
+        ("softcap", options["softcap"] is not None),
+    )
+    needs = tuple([name for name, is_asked in asked if is_asked])
     keys = _keys(branches)
     # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
     pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
     shown = min(keys, q.shape[1]) if branches.bands else sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
     widest = max(q.shape[3], v.shape[3])
-    return Facts(q.device, q.dtype, widest, q.shape[1], tuple(needs), q.numel() * shown, over_ranks, keys)
+    return Facts(q.device, q.dtype, widest, q.shape[1], needs, q.numel() * shown, over_ranks, keys)
 
 
 def _keys(branches: Branches) -> int:

@@ -97,28 +97,22 @@ def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tupl
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths and cu_seqlens both given; lengths is for padded batches, cu_seqlens for packed ones")
     if lengths is not None:
-        wanted = f"{q.shape[0]} integers, one per batch row"
-        if not isinstance(lengths, Tensor):
-            lengths = torch.tensor(integers("lengths", lengths, wanted), dtype=torch.int64, device="cpu")
-        if lengths.shape != q.shape[:1] or lengths.is_floating_point() or lengths.dtype == torch.bool:
-            raise ValueError(f"lengths must hold {wanted}; got {lengths.dtype} of shape {tuple(lengths.shape)}")
+        lengths = _integer_tensor("lengths", lengths, f"{q.shape[0]} integers, one per batch row", q.shape[0])
     if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor):
-            values = integers("cu_seqlens", cu_seqlens, "(samples + 1,) integers")
-            cu_seqlens = torch.tensor(values, dtype=torch.int64, device="cpu")
-        if (
-            cu_seqlens.dim() != 1
-            or not len(cu_seqlens)
-            or cu_seqlens.is_floating_point()
-            or cu_seqlens.dtype == torch.bool
-        ):
-            raise ValueError(
-                "cu_seqlens must hold (samples + 1,) integers; "
-                f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-            )
+        cu_seqlens = _integer_tensor("cu_seqlens", cu_seqlens, "(samples + 1,) integers")
         if q.shape[0] != 1:
             raise ValueError(f"cu_seqlens packs samples along seq and needs batch 1; got batch {q.shape[0]}")
     return lengths, cu_seqlens
+
+
+def _integer_tensor(name: str, values: Any, wanted: str, number: int | None = None) -> Tensor:
+    """Return a flat tensor of `number` integers (None: at least one); an error says that `name` must hold `wanted`."""
+    if not isinstance(values, Tensor):
+        values = torch.tensor(integers(name, values, wanted), dtype=torch.int64, device="cpu")
+    fits = values.dim() == 1 and (values.shape[0] > 0 if number is None else values.shape[0] == number)
+    if not fits or values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"{name} must hold {wanted}; got {values.dtype} of shape {tuple(values.shape)}")
+    return values
 
 
 def samples(seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[tuple[slice, slice]]:
@@ -157,9 +151,7 @@ def sinks(q: Tensor, sinks: Tensor | None) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
-        kind = (
-            f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else f"{type(sinks).__name__}"
-        )
+        kind = f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
         raise ValueError(f"sinks must be a floating tensor of {q.shape[2]} logits, one per head of q; got {kind}")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on q's device, {q.device}; got {sinks.device}")
@@ -214,12 +206,10 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     """
     number = _integer(value)
     if number is None or (least is not None and number < least) or (most is not None and number > most):
-        signs = {None: "an integer", 0: "a non-negative integer", 1: "a positive integer"}
-        kind = (
-            signs.get(least, f"an integer of at least {least}")
-            if most is None
-            else f"an integer from {least} to {most}"
-        )
+        kinds = {None: "an integer", 0: "a non-negative integer", 1: "a positive integer"}
+        kind = kinds.get(least, f"an integer of at least {least}")
+        if most is not None:
+            kind = f"an integer from {least} to {most}"
         raise ValueError(f"{name} must be {kind}; got {value!r}")
     return number
 
