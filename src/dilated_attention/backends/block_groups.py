@@ -133,7 +133,7 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
     lanes = layout.row - batch * rows * heads
     here = (lanes >= 0) & (lanes < rows * heads)
     lanes, keys, masked = lanes[here], layout.indices[here], layout.masked[here]
-    shapes = _row_shapes(layout, lanes, keys)
+    single, shapes = _Shape(1, 1, rows), _row_shapes(layout, lanes, keys)
     q_tail, k_tail = layout.seq_len % layout.q_block, layout.seq_len % layout.k_block
     last_row = (lanes % rows == rows - 1) & (q_tail > 0)
     last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
@@ -144,48 +144,45 @@ def _compile(layout: BlockLayout, batch: int) -> _BlockPlan:
                 chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
                 lane, key = lanes[chosen], keys[chosen]
                 if cut or is_last_key:
-                    made.add_lists(lane, key, _SINGLE, q_tokens, k_tokens, cut)
+                    made.add_lists(lane, key, single, q_tokens, k_tokens, cut)
                     continue
                 for shape in () if is_last_row else shapes:
                     common, lane_, key_ = _common(lane, key, shape, layout)
                     made.add_views_and_lists(lane_, key_, shape, q_tokens)
                     lane, key = lane[~common], key[~common]
-                made.add_views_and_lists(lane, key, _SINGLE, q_tokens)
+                made.add_views_and_lists(lane, key, single, q_tokens)
     return _BlockPlan(tuple(made.groups), covered=bool(made.written.all()))
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Describe rows of `merged` query blocks, `stride` blocks apart.
+    """Describe rows of `merged` query blocks, `stride` blocks apart, in a layout with `query_blocks` query blocks.
 
     A head's rows are numbered from 0, by the residue of their blocks modulo the stride, then in block order.
     """
 
     merged: int
     stride: int
+    query_blocks: int
 
-    def per_residue(self, query_blocks: int) -> int:
-        return -(-query_blocks // (self.merged * self.stride))
+    @property
+    def per_residue(self) -> int:
+        return -(-self.query_blocks // (self.merged * self.stride))
 
-    def row(self, block: Tensor, query_blocks: int) -> Tensor:
-        """Return the number of the row of each query block; both are numbered within a head.
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of a head."""
+        return self.stride * self.per_residue
 
-        `block`: numbers of query blocks; `query_blocks`: how many query blocks the layout has.
-        """
-        place = block // self.stride // self.merged
-        return block % self.stride * self.per_residue(query_blocks) + place
+    def row(self, block: Tensor) -> Tensor:
+        """Return the number of the row of each query block; both are numbered within a head."""
+        return block % self.stride * self.per_residue + block // self.stride // self.merged
 
-    def blocks(self, row: Tensor, query_blocks: int) -> Tensor:
-        """Return the numbers, (R, merged), of the query blocks of R rows; both are numbered within a head.
-
-        `row`: numbers of rows; `query_blocks`: how many query blocks the layout has.
-        """
-        number = self.per_residue(query_blocks)
+    def blocks(self, row: Tensor) -> Tensor:
+        """Return the numbers, (R, merged), of the query blocks of R rows; both are numbered within a head."""
+        residue, place = row // self.per_residue, row % self.per_residue
         member = torch.arange(self.merged, device=row.device)
-        return (row // number)[:, None] + self.stride * ((row % number)[:, None] * self.merged + member)
-
-
-_SINGLE = _Shape(1, 1)
+        return residue[:, None] + self.stride * (place[:, None] * self.merged + member)
 
 
 def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
@@ -199,9 +196,10 @@ def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
     """
     gaps = key.diff()[lane.diff() == 0]
     usual = [gap for gap in gaps.unique().tolist() if 4 * int((gaps == gap).sum()) >= len(gaps)]
-    strides = {gap * layout.k_block // layout.q_block for gap in usual if not gap * layout.k_block % layout.q_block}
-    lengths = [-(-tokens // layout.q_block) for tokens in _LONG_ROWS]
-    return [_Shape(n, stride) for n in lengths for stride in sorted({1, *strides}, reverse=True) if n > 1]
+    tokens = [gap * layout.k_block for gap in usual]
+    strides = sorted({1, *(n // layout.q_block for n in tokens if n % layout.q_block == 0)}, reverse=True)
+    lengths = [-(-n // layout.q_block) for n in _LONG_ROWS]
+    return [_Shape(n, stride, layout.query_blocks) for n in lengths for stride in strides if n > 1]
 
 
 class _Groups:
@@ -219,12 +217,10 @@ class _Groups:
     def add(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
         """Add one group of R rows of this shape: row t, numbered lane[t], sees the m key blocks key[t] of `key` (R, m).
 
-        A lane is a row of a head, numbered head * rows per head + row. `cut`: whether the diagonal cuts these key
-        blocks. `q_tokens`, `k_tokens`: as in `Group`.
+        `cut`: whether the diagonal cuts these key blocks. `q_tokens`, `k_tokens`: as in `Group`.
         """
-        shared, query_blocks = self.layout.num_heads == 1, self.layout.query_blocks
-        rows = shape.stride * shape.per_residue(query_blocks)
-        head, blocks = lane // rows, shape.blocks(lane % rows, query_blocks)
+        shared = self.layout.num_heads == 1
+        head, blocks = lane // shape.rows, shape.blocks(lane % shape.rows)
         row_view = _progression(blocks[:, 0]) if shared and (shape.merged == 1 or shape.stride == 1) else None
         key_view = _progression(key[:, 0]) if shared and not bool((key.diff(dim=1) != 1).any()) else None
         at = head[:, None], blocks
@@ -279,8 +275,7 @@ def _common(lane: Tensor, key: Tensor, shape: _Shape, layout: BlockLayout) -> tu
     entry (lane, key) per row and common key block, with lanes of this shape.
     """
     blocks, columns = layout.query_blocks, layout.key_blocks
-    rows = shape.stride * shape.per_residue(blocks)
-    code = (lane // blocks * rows + shape.row(lane % blocks, blocks)) * columns + key
+    code = (lane // blocks * shape.rows + shape.row(lane % blocks)) * columns + key
     unique, inverse, counts = code.unique(return_inverse=True, return_counts=True)
     full = counts == shape.merged
     # One or two common blocks do not pay for the merge of their result.
