@@ -42,7 +42,10 @@ def _of_branches(bits: int, name: str, values: Sequence[int]) -> tuple[int, ...]
 
 
 class _Term:
-    """Base class of the terms of a sum. A `BlockLayout`, which has no `+` itself, may be added to one."""
+    """Base class of the terms of a sum. A `BlockLayout`, which has no `+` itself, may be added to one.
+
+    A subclass defines `_plot_head`, and `_least_heads` if the default number of heads in `plot` is another.
+    """
 
     def __add__(self, other: Any) -> Sum:
         """Return the sum of both patterns: what either shows, counts added; see `Sum`."""
@@ -50,6 +53,36 @@ class _Term:
 
     def __radd__(self, other: Any) -> Sum:
         return _sum(other, self)
+
+    def plot(
+        self,
+        seq_len: int,
+        head: int = 0,
+        ax: Axes | None = None,
+        *,
+        num_heads: int | None = None,
+        is_causal: bool = False,
+    ) -> Axes:
+        """Draw which keys (columns) each query (rows) of `head` sees; darker where the key counts more often.
+
+        Args:
+            num_heads: the number of KV heads, and for a product also of query heads. Default: just enough for `head` to
+                exist; for a `Dilated` with a table of offsets, as many as the table has, and with `head_groups`, at
+                least one per branch; for a sum, the most of its terms; for a product, the default of its `Dilated`.
+            is_causal: hide the keys after each query, even if a layout is not causal.
+        """
+        checks.boolean("is_causal", is_causal)
+        least = self._least_heads(checks.integer("head", head, 0))
+        heads = least if num_heads is None else checks.positive("num_heads", num_heads)
+        if head >= heads:
+            raise ValueError(f"head must lie in [0, {heads}); got {head}")
+        return self._plot_head(checks.positive("seq_len", seq_len), head, ax, heads, is_causal)
+
+    def _least_heads(self, head: int) -> int:
+        return head + 1
+
+    def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int, is_causal: bool) -> Axes:
+        raise NotImplementedError
 
 
 class _Branched(_Term):
@@ -107,41 +140,8 @@ class _Branched(_Term):
         plan = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal)
         return 4 * head_dim * plan.entries
 
-    def plot(
-        self,
-        seq_len: int,
-        head: int = 0,
-        ax: Axes | None = None,
-        *,
-        num_heads: int | None = None,
-        is_causal: bool = False,
-    ) -> Axes:
-        """Draw which keys (columns) each query (rows) of `head` sees; darker where the key counts more often.
-
-        Args:
-            num_heads: the number of KV heads. Default: just enough for `head` to exist; for a `Dilated` with a table of
-                offsets, as many as the table has, and with `head_groups`, at least one per branch; for a sum, the most
-                of its terms.
-            is_causal: hide the keys after each query.
-        """
-        checks.boolean("is_causal", is_causal)
-        return self._plot_head(seq_len, head, ax, self._heads_of_plot(head, num_heads), is_causal)
-
-    def _heads_of_plot(self, head: int, num_heads: int | None) -> int:
-        """Return num_heads, or its default in `plot`; ValueError if `head` is not among these heads."""
-        least = self._least_heads(checks.integer("head", head, 0))
-        heads = least if num_heads is None else checks.positive("num_heads", num_heads)
-        if head >= heads:
-            raise ValueError(f"head must lie in [0, {heads}); got {head}")
-        return heads
-
-    def _least_heads(self, head: int) -> int:
-        return head + 1
-
     def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int, is_causal: bool) -> Axes:
-        seq_len = checks.positive("seq_len", seq_len)
-        branches = self.branches(num_heads)
-        groups = plan_of(branches, (0, seq_len), None, is_causal).groups
+        groups = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal).groups
         own = [x for x in groups if head - x.head in range(0, x.heads * x.head_stride, x.head_stride)]
         return plot_bands(own, seq_len, f"head {head}", ax)
 
@@ -638,25 +638,12 @@ class Product(_Term):
         checks.boolean("is_causal", is_causal)
         return 4 * head_dim * int(self._seen(seq_len, num_heads, num_kv_heads, is_causal).sum())
 
-    def plot(
-        self,
-        seq_len: int,
-        head: int = 0,
-        ax: Axes | None = None,
-        *,
-        num_heads: int | None = None,
-        is_causal: bool = False,
-    ) -> Axes:
-        """Draw which keys (columns) each query (rows) of `head` sees; darker where more branches show the key.
+    def _least_heads(self, head: int) -> int:
+        return self.dilated._least_heads(head)
 
-        Args:
-            num_heads: number of heads of q, and of k and v; default: as in `Dilated.plot`.
-            is_causal: hide the keys after each query, even if the layout is not causal.
-        """
-        checks.boolean("is_causal", is_causal)
-        heads = self.dilated._heads_of_plot(head, num_heads)
+    def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int, is_causal: bool) -> Axes:
         return plot_counts(
-            self.dilated, seq_len, head, heads, ax, is_causal=is_causal, layout_of=self.layout_of, pixels=PIXELS
+            self.dilated, seq_len, head, num_heads, ax, is_causal=is_causal, layout_of=self.layout_of, pixels=PIXELS
         )
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dilated_attention import checks
 from dilated_attention.errors import require
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ def plot_counts(
         pixels: the largest side of the picture; in a longer sequence a square is the mean over neighbouring pairs.
             None: no limit.
     """
-    seq_len = checks.positive("seq_len", seq_len)
     side = min(seq_len, pixels or seq_len)
     image = np.zeros((side, side))
     table = pattern.offset_table(num_heads)
