@@ -109,7 +109,7 @@ class _Branched(_Term):
         """
         checks.boolean("is_causal", is_causal)
         keys = self._counts(checks.positive("seq_len", seq_len), num_heads, is_causal)
-        self._warn_of_blind(keys)
+        warn_of_blind(keys, self._covering())
         return keys
 
     def _counts(self, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
@@ -127,8 +127,9 @@ class _Branched(_Term):
             ).add_(stop - start)
         return keys
 
-    def _warn_of_blind(self, keys: Tensor) -> None:
-        warn_of_blind(keys, "A window covers every token")
+    def _covering(self) -> str:
+        """Return advice on how to let every token of every head see a key."""
+        return "A window covers every token"
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Return the floating-point operations of a forward: 4 head_dim per score entry.
@@ -349,8 +350,10 @@ class Dilated(_Branched):
         """Apply block sparsity inside the dilated subsequences; see `Product`."""
         return Product(self, layout)
 
-    def _warn_of_blind(self, keys: Tensor) -> None:
-        warn_of_blind(keys, _covering(self))
+    def _covering(self) -> str:
+        if self.head_groups:  # each head has one branch
+            return "With head_groups=True, dilation rate 1 in every branch covers every token"
+        return "A branch of dilation rate 1 covers every token"
 
     def unserved(self, num_heads: int) -> tuple[int, ...]:
         """Return, for each branch, how many residues modulo its rate no head serves. Their tokens take no part."""
@@ -505,13 +508,6 @@ def _offsets(pattern: Dilated) -> Offsets:
     return "head_block" if pattern.compat == "torchscale" and pattern.offsets == "head" else pattern.offsets
 
 
-def _covering(pattern: Dilated) -> str:
-    """Return advice on how to let every token of every head see a key."""
-    if pattern.head_groups:  # each head has one branch
-        return "With head_groups=True, dilation rate 1 in every branch covers every token"
-    return "A branch of dilation rate 1 covers every token"
-
-
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
     """Return `layout` itself if it is a `BlockLayout`; otherwise call it for its layout of `length` tokens.
 
@@ -622,7 +618,7 @@ class Product(_Term):
             num_kv_heads: heads of k and v, which determine the offsets; default: num_heads.
         """
         keys = self._seen(seq_len, num_heads, num_kv_heads, False)
-        warn_of_blind(keys, f"{_covering(self.dilated)}, if the layout has no empty rows")
+        warn_of_blind(keys, f"{self.dilated._covering()}, if the layout has no empty rows")
         return keys
 
     def flops(
