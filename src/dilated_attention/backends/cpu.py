@@ -235,7 +235,6 @@ def launches(
     """Return the launches of a problem, from the cache.
 
     Args:
-        side: whether the tiles of the returned launches hold queries or keys.
         owned: group tiles into jobs so that no row is read by two jobs of the same launch.
         which: compute only the groups of these launches, given as positions in what `tiles.launched` returns for side
             "keys", even if `side` is "queries". None: all groups.

@@ -18,7 +18,7 @@ class Launch:
     """Hold one call of the compiled kernels: its tiles, and how threads share them as jobs.
 
     Attributes:
-        side: whether the tiles hold queries or keys.
+        side: which rows the tiles hold.
         table: the tiles, ordered so that those of a job are neighbours.
         jobs: int64 `(jobs + 1,)`; job x is lines jobs[x] to jobs[x + 1] - 1 of the table. Owned jobs (`launch_of`) run
             the heaviest first; others in an order in which neighbours read the same rows.
@@ -64,7 +64,6 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
     """Group the tiles of a table into jobs for threads, order them (see `Launch.jobs`), and return the launch.
 
     Args:
-        side: whether the tiles hold queries or keys.
         owned: group tiles into jobs such that no row is seen by tiles of two jobs: a job may then add to the rows that
             it sees. If not, a job is one tile, or up to `together` tiles in a launch for kernels/cpu/few.h.
         most_few: a launch whose tiles have at most this many rows is marked `few`, owned or not (see `Launch`).

@@ -46,8 +46,6 @@ MAX_EXTRA_STEPS = 1.05
 class Table:
     """Hold the tiles of one launch.
 
-    A tile is a block of rows of one head. Its *spans* are the runs of rows that it sees, which a loop streams.
-
     Attributes:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
         spans: the number of spans in each line; unused ones are empty.
@@ -88,7 +86,6 @@ def tables(
     With layouts, the launches compute only the blocks that the layouts list in each segment.
 
     Args:
-        side: whether tiles hold queries or keys.
         shape: the rows per tile: `own` that it holds, `loop` that each step of its loop streams.
         join: compute consecutive turns (see `turns`) in one launch where that adds hardly any loop steps; has no effect
             with layouts, or if some group is causal or has another band.
@@ -135,8 +132,8 @@ def _table(
 ) -> Table:  # fmt: skip
     """Make a table from lines with `spans` spans each; `masked` becomes its `is_causal`.
 
-    `edge` and `count` are as in `Table`, whose other fields follow from the lines and `shape`. `side`: whether tiles
-    hold queries or keys. `even`: every tile that the loop streams is full.
+    `edge` and `count` are as in `Table`, whose other fields follow from the lines and `shape`. `even`: every tile that
+    the loop streams is full.
     """
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
@@ -202,11 +199,10 @@ def _heads(group: StridedGroup) -> range:
 
 
 def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]]:
-    """Sort groups into turns, the lists of groups that may run at the same time.
+    """Sort groups into turns. Groups that share a (row, head) which tiles hold keep their order.
 
-    Groups of one turn share no (row, head) that tiles hold, on this `side`. Groups that share one keep their order. A
-    group goes into the turn after the last one that touches its tokens in one of its heads. A group is assumed to touch
-    everything from its first token to its last. This may give one turn too many, which only costs time.
+    A group goes into the turn after the last one that touches its tokens in one of its heads. A group is assumed to
+    touch everything from its first token to its last. This may give one turn too many, which only costs time.
     """
     out: list[list[StridedGroup]] = []
     touched: dict[int, list[tuple[int, int, int, int]]] = {}  # head -> (low, high, greatest high so far, turn)
@@ -232,8 +228,9 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
     """Return the groups of each launch that `tables` plans with `join=False`, in order.
 
-    Without layouts, a launch is a turn: groups that may run at the same time (see `turns`). With layouts, each turn has
-    one launch per number of rows in a segment, because each number has its own layout."""
+    Without layouts, a launch is a turn. With layouts, each turn has one launch per number of rows in a segment, because
+    each number has its own layout.
+    """
     out = turns(plan.groups, side)
     if layouts is None:
         return out
@@ -245,10 +242,7 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
 
 
 def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
-    """Return the cells of each launch: one launch per turn (see `turns`), or fewer with `join`.
-
-    A cell is a run of rows that see the same spans. A `Part` is an array of cells and the KV heads that they are
-    computed for.
+    """Return the cells of each launch: one launch per turn, or fewer with `join`.
 
     With `join`, consecutive turns become one launch if the loops then take hardly more steps. Then branches share
     one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch (rate
@@ -271,7 +265,7 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
 
 
 def _steps(parts: Sequence[Part], shape: Shape) -> int:
-    """Return how many loop steps `parts` (cells, see `_unions`), cut into tiles of this shape, take over all heads."""
+    """Return how many loop steps `parts`, cut into tiles of this shape, take over all heads."""
     return sum(
         int((-(-cells[:, ROWS] // shape.own) * (-(-cells[:, COUNTS] // shape.loop)).sum(1)).sum()) * len(heads)
         for cells, heads in parts
@@ -300,10 +294,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
 
 
 def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
-    """Cut cells of whole segments into one cell per block of `size` rows; column LIST gets its number in the segment.
-
-    `side`: whether the cells' rows are queries or keys.
-    """
+    """Cut cells of whole segments into one cell per block of `size` rows; LIST becomes its number in the segment."""
     cell, block = _runs(-(-cells[:, ROWS] // size))
     out = cells[cell]
     out[:, LIST] = block
@@ -320,8 +311,7 @@ def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
     """Replace each line i (a cell or tile), in place, by its rows from index[i] * size on, at most `size` of them.
 
-    The diagonals of its spans count from its first row, so they move along. `side`: whether lines hold queries or keys;
-    it says which diagonals hide nothing (UNMASKED) and stay.
+    The diagonals of its spans count from its first row, so they move along, except those that hide nothing (UNMASKED).
     """
     for edges, unmasked in zip(EDGES, UNMASKED[side], strict=True):
         masked = (lines[:, edges] != unmasked) & (lines[:, COUNTS] > 0)
@@ -331,10 +321,10 @@ def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> Non
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
-    """Return the cells (see `_unions`) of one launch that computes all these groups, even if they are of several turns.
+    """Return the cells of one launch that computes all these groups, even if they are of several turns.
 
     Returns no cells if a tile would see more than MAX_SPANS spans, or if the least common multiple of the groups'
-    strides, by which rows fall into residue classes, exceeds MAX_PERIOD. `side`: what tiles hold.
+    strides, by which rows fall into residue classes, exceeds MAX_PERIOD.
     """
     held: dict[int, list[StridedGroup]] = {}
     for group in groups:
@@ -394,7 +384,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
 
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
-    """Return one line per tile and head: the cells of `parts` cut into tiles of `own` rows. `side`: what tiles hold.
+    """Return one line per tile and head: the cells of `parts` cut into tiles of `own` rows.
 
     Tiles of one cell and head are neighbours, because their loops read the same rows. In a causal cell the tiles
     with the most work come first.
