@@ -17,6 +17,7 @@ from dilated_attention.backends.tiles import concatenate
 from dilated_attention.cache import lasting, plan_cache, plan_layout
 from dilated_attention.call import Call
 from dilated_attention.layout import BlockLayout
+from dilated_attention.merge import running
 from dilated_attention.plan import Plan
 
 
@@ -68,11 +69,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if call.backend.packs_samples and not call.layouts:
         out, lse = run(_packed_problem(call, q, k, slices), *_packed(q, k, v))
         return [out.view(q.shape), lse.view(q.shape[:3])]
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    if call.lengths is not None:  # packed samples cover all rows
-        out.zero_()
-        lse.fill_(-torch.inf)
+    out, lse = running(q, covered=call.lengths is None)  # packed samples cover all rows
     whole = call.dropout(q, k)
     for sample, at in enumerate(slices):
         out[at], lse[at] = run(_problem(call, q, k, sample, at, whole), q[at], k[at], v[at])

@@ -20,6 +20,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 
+def running(q: Float[Tensor, "*rows dim"], covered: bool) -> tuple[Float[Tensor, "*rows dim"], Float[Tensor, "*rows"]]:
+    """Return new contiguous tensors for out, like q, and its lse: the result (0, -inf) over no keys.
+
+    If `covered`, they have no values: the caller writes every row.
+    """
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return (out, lse) if covered else (out.zero_(), lse.fill_(-torch.inf))
+
+
 def merge_into(
     out: Float[Tensor, "*rows dim"],
     lse: Float[Tensor, "*rows"],

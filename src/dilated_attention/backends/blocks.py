@@ -18,7 +18,7 @@ from dilated_attention.backends import fused
 from dilated_attention.backends.block_groups import Group, block_plan
 from dilated_attention.backends.fused import Merged, Scores
 from dilated_attention.layout import BlockLayout
-from dilated_attention.merge import merge_into
+from dilated_attention.merge import merge_into, running
 
 _CHUNK_BYTES = 16 << 20
 """The most bytes that one call may use for temporaries: gathered keys and values, and partial results."""
@@ -230,12 +230,7 @@ def forward(
     """
     shape = q.shape
     scores, (q, k, v) = _folded(layout, scores, q, k, v)
-    statistic = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=statistic).transpose(1, 2)
-    if not _covered(layout):
-        out.zero_()
-        lse.fill_(-torch.inf)
+    out, lse = (x.transpose(1, 2) for x in running(q.transpose(1, 2), _covered(layout)))
     for sequence, group, part_scores, (q_, k_, v_, out_, lse_) in _calls(
         layout, scores, [q, k, v, out, lse], 1, by_head=q.device.type == "cpu"
     ):

@@ -20,6 +20,7 @@ from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.kernels.cpu import build
 from dilated_attention.kernels.cpu.estimates import TYPES
+from dilated_attention.merge import running
 from dilated_attention.plan import Plan
 
 ARM64 = build.machine() == "arm64"
@@ -163,7 +164,7 @@ def forward(
 
     `state`: a running (out, lse), contiguous; groups that are not marked `first` continue it in place.
     """
-    out, lse = state or tiles.outputs(q, problem.plan)
+    out, lse = state or running(q, problem.plan.covered)
     arguments = _Arguments(problem, q, k, v)
     arguments.set(out=out, lse=lse)
     for launch in launches(problem, q, "queries"):

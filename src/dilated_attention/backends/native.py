@@ -23,7 +23,7 @@ from dilated_attention.backends.fused import Merged, Scores, bias_of
 from dilated_attention.backends.problem import Layouts, Problem
 from dilated_attention.cache import lasting, plan_layout
 from dilated_attention.layout import BlockLayout
-from dilated_attention.merge import add_phantoms, merge_into
+from dilated_attention.merge import add_phantoms, merge_into, running
 from dilated_attention.plan import Rows, StridedGroup, slice_rows, trimmed
 
 Tokens = Float[Tensor, "batch seq heads dim"]
@@ -403,19 +403,17 @@ def forward(
         operators: `fused`, or a module with its `forward` and `backward`.
     """
     whole = _Whole(problem, operators, q, k, v)
-    groups, inputs, plan = whole.groups, whole.tensors, problem.plan
-    statistic = torch.promote_types(q.dtype, torch.float32)
+    groups, inputs = whole.groups, whole.tensors
     if state is not None:
         out, lse = state
     elif groups and (tile := _whole(groups[0], whole.q, whole.k, inputs, q.shape[-1])):
         part, part_lse = whole.attend(groups[0], tile)
         out = part.transpose(1, 2).reshape(q.shape).contiguous()
+        statistic = torch.promote_types(q.dtype, torch.float32)
         lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic).contiguous()
         groups = groups[1:]
-    elif plan.covered:
-        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistic)
     else:
-        out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=statistic)
+        out, lse = running(q, problem.plan.covered)
 
     for group, tile in whole.tiles(groups, (*inputs, out), q.shape[-1]):
         part, part_lse = whole.attend(group, tile)

@@ -5,7 +5,7 @@ program holds; the line also lists the *spans*, the runs of rows that the tile s
 tiles hold queries or keys. A *cell* is a run of rows that all see the same spans; tables are made by cutting cells into
 tiles, for each head. A *turn* is a list of groups that may run at the same time, because no two of them hold the same
 row of the same head. NumPy handles all segments at once, so no tile is a Python object. This module also makes the
-buffers that launches write.
+buffers for gradients that launches write.
 """
 
 from __future__ import annotations
@@ -417,14 +417,6 @@ def by_head(lines: np.ndarray) -> np.ndarray:
     """
     longest = max(1, int((lines[:, STRIDES] * lines[:, COUNTS]).max(initial=0)))
     return lines[np.lexsort((-lines[:, COUNTS].sum(1), lines[:, START] // longest, lines[:, HEAD]))]
-
-
-def outputs(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Return buffers for out and lse. Unless tiles write all rows, they are filled with 0 and -inf, as for no visible
-    key."""
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return (out, lse) if plan.covered else (out.zero_(), lse.fill_(-math.inf))
 
 
 def gradient(x: Tensor, add: bool, covered: bool) -> Tensor:

@@ -26,6 +26,7 @@ from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.value import Transposed
+from dilated_attention.merge import running
 from dilated_attention.plan import Plan
 from dilated_attention.torch_internals import constant_when_traced
 
@@ -152,7 +153,7 @@ def forward(
 
     `state`: a running (out, lse), contiguous; groups that are not marked `first` continue it in place.
     """
-    out, lse = state or tiles.outputs(q, problem.plan)
+    out, lse = state or running(q, problem.plan.covered)
     tensors = {
         "Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "OUT": out, "LSE": lse,
         **_hidden(problem),
