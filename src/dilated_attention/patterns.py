@@ -19,7 +19,7 @@ from dilated_attention.cache import name_of, plan_layout
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, warn_of_blind
 from dilated_attention.pictures import PIXELS, plot_bands, plot_counts
-from dilated_attention.plan import ALL, EVERY, WHOLE, Branches, OffsetTable, plan_dilated, plan_of
+from dilated_attention.plan import ALL, EVERY, WHOLE, Branches, OffsetTable, plan_of
 from dilated_attention.torch_internals import constant_when_traced, is_symbol
 
 if TYPE_CHECKING:
@@ -647,10 +647,9 @@ class Product(_Term):
         kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
-        dilated, ratio = self.dilated, num_heads // kv_heads
-        table = dilated.offset_table(kv_heads)
+        ratio = num_heads // kv_heads
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
-        for group in plan_dilated(dilated.segment_lengths, dilated.dilation_rates, table, seq_len).groups:
+        for group in plan_of(self.dilated.branches(kv_heads), (0, seq_len)).groups:
             rows = group.queries
             layout = self.layout_of(rows.count)
             layout.check(1, rows.count, num_heads, kv_heads)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern
+from dilated_attention.call import Pattern, branched_factor
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Product, without_padding
-from dilated_attention.plan import Rows, StridedGroup, plan_dilated, plan_of
+from dilated_attention.plan import Rows, StridedGroup, plan_of
 
 
 def attention_weights(
@@ -73,10 +71,14 @@ def attention_weights(
         kv_heads = k.shape[2]
         wide_q, wide_k = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale), k.to(lse.dtype)
         indices, values = [torch.empty(4, 0, dtype=torch.int64, device=q.device)], [lse.new_empty(0)]
-        for group, layout in _groups(pattern, seq_len, kv_heads, is_causal):
-            layout = None if layout is None else layout.for_heads(heads)
-            if layout is not None and is_causal:
-                layout = layout.causal()
+        branches = branched_factor(pattern, seq_len).branches(kv_heads)
+        for group in plan_of(branches, (0, seq_len), None, is_causal).groups:
+            layout = pattern if isinstance(pattern, BlockLayout) else None
+            if isinstance(pattern, Product):
+                layout = pattern.layout_of(group.queries.count)
+            if layout is not None:
+                layout = layout.for_heads(heads)
+                layout = layout.causal() if is_causal else layout
             sample, head, segment, queries, keys, seen = _tiles(group, layout, batch, heads // kv_heads)
             sample, head = sample.to(q.device)[:, None], head.to(q.device)[:, None]
             query, key = (
@@ -96,19 +98,6 @@ def attention_weights(
             torch.cat(indices, 1), torch.cat(values), shape, device=q.device, check_invariants=False
         )
         return weights.coalesce().to(q.dtype)
-
-
-def _groups(
-    pattern: Pattern, seq_len: int, kv_heads: int, is_causal: bool
-) -> Iterator[tuple[StridedGroup, BlockLayout | None]]:
-    """Yield the strided groups of a pattern, each with the layout that applies inside its segments, or None."""
-    if isinstance(pattern, BlockLayout):
-        (group,) = plan_dilated((seq_len,), (1,), ((0,) * kv_heads,), seq_len).groups
-        yield group, pattern
-        return
-    branches = (pattern.dilated if isinstance(pattern, Product) else pattern).branches(kv_heads)
-    for group in plan_of(branches, (0, seq_len), None, is_causal).groups:
-        yield group, pattern.layout_of(group.queries.count) if isinstance(pattern, Product) else None
 
 
 def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: int) -> tuple[Tensor, ...]:

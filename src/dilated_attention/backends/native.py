@@ -196,10 +196,9 @@ class _Tile:
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
-    """Return the most problems x heads that one call with these query rows may have.
+    """Return the most problems x heads (see `_Tile`) that one call with these query rows may have.
 
-    A problem is one batch element, segment and residue (see `_Tile`). The operators sum dq in a buffer of padded rows
-    and columns, whose size is limited.
+    The operators sum dq in a buffer of padded rows and columns, whose size is limited.
     """
     columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
     return max(1, _MOST_ACCUMULATED // (-(-rows.count // 128) * 128 * columns))
