@@ -94,8 +94,11 @@ def _refusal_of(device: torch.device) -> str | None:
     """Return why this backend cannot serve a device; None if it can. torch.compile calls it without tracing it."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton"
-    if device.type == "cpu" and not _interpreted():
-        return "Triton needs a GPU"
+    if device.type == "cpu":
+        import triton
+
+        if not triton.knobs.runtime.interpret:  # TRITON_INTERPRET=1 runs kernels on CPU tensors: for tests
+            return "Triton needs a GPU"
     if device.type not in ("cpu", "cuda"):
         return f"Triton serves CUDA and ROCm devices, not {device.type}"
     if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
@@ -120,13 +123,6 @@ def on_request(facts: Facts) -> str | None:
     if facts.work < least:
         return f"native is faster below {least:.3g} score entries times head_dim; got {facts.work:.3g}"
     return None
-
-
-def _interpreted() -> bool:
-    """Return whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1), on CPU tensors: for tests."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 @constant_when_traced
