@@ -20,7 +20,8 @@ from dilated_attention.nn.selection import (
     SelectionCache,
     tables_at,
 )
-from dilated_attention.parallel.choosing import gathered, sums_of_blocks, whole_blocks
+from dilated_attention.parallel.choosing import sums_of_blocks, whole_blocks
+from dilated_attention.parallel.sharding import gathered
 from dilated_attention.patterns import Dilated, layout_for
 
 

@@ -24,9 +24,8 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import MAX_BLOCK, BlockGrid
 from dilated_attention.mesh import context_group, held_mesh
 from dilated_attention.nn.positions import Tables, rotate
-from dilated_attention.parallel.choosing import gathered
 from dilated_attention.parallel.partition import balanced_bounds
-from dilated_attention.parallel.sharding import agreed_length
+from dilated_attention.parallel.sharding import agreed_length, gathered
 from dilated_attention.ranking import stable_topk
 
 CHUNK = 2**24

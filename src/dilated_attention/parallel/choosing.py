@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from dilated_attention.layout.spans import row_offsets
 from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import balanced_bounds
-from dilated_attention.parallel.sharding import agreed_length
+from dilated_attention.parallel.sharding import agreed_length, gathered
 
 
 @torch.no_grad()
@@ -67,27 +66,6 @@ def choose_blocks(
     if refused:
         raise ValueError(f"choose refused its heads on rank {refused[0]}: {error or 'see its error there'}") from error
     return _joined(link, layout, facts, shares, q.device)
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, bounds: Sequence[int], link: Link, name: str) -> Tensor:
-        ctx.bounds, ctx.link, ctx.name, ctx.number = bounds, link, name, link.enter(name)
-        return link.whole(rows, bounds, "in forward")
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.link.enter(ctx.name, ctx.number)
-        return ctx.link.summed(gradient, ctx.bounds, "in backward"), None, None, None
-
-
-def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:
-    """Gather x from all ranks along dimension `dim`, where rank i holds [bounds[i], bounds[i + 1]).
-
-    The gradient is summed over the ranks' copies. `name` names the call in errors and in messages, on every rank alike.
-    """
-    rows = _Gathered.apply(x.movedim(dim, 0), bounds, link_of(context_group(mesh)), name)
-    return rows.movedim(0, dim)
 
 
 def whole_blocks(tokens: int, length: int, stride: int) -> int:

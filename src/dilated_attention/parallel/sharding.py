@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from dilated_attention import checks
 from dilated_attention.mesh import Mesh, context_group
-from dilated_attention.parallel.comm import compare_texts, link_of
+from dilated_attention.parallel.comm import Link, compare_texts, link_of
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.torch_internals import flattened
 
@@ -55,24 +56,26 @@ def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
     return seed
 
 
-class _Unshard(torch.autograd.Function):
+class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, seq_len: int) -> Tensor:
-        link = link_of(group)
-        ctx.group, ctx.dim, ctx.bounds = group, dim, balanced_bounds(seq_len, link.size)
-        ctx.number = link.enter("unshard_sequence")
-        rows = x.movedim(dim, 0)
-        whole = link.whole(rows.flatten(1) if x.dim() > 1 else rows[:, None], ctx.bounds, "in forward")
-        return whole.view(seq_len, *rows.shape[1:]).movedim(0, dim)
+    def forward(ctx: Any, rows: Tensor, bounds: Sequence[int], link: Link, name: str) -> Tensor:
+        ctx.bounds, ctx.link, ctx.name, ctx.number = bounds, link, name, link.enter(name)
+        return link.whole(rows, bounds, "in forward")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        link = link_of(ctx.group)
-        link.enter("unshard_sequence", ctx.number)
-        rows = gradient.movedim(ctx.dim, 0)
-        own, shape = ctx.bounds[link.rank + 1] - ctx.bounds[link.rank], rows.shape[1:]
-        shard = link.summed(rows.flatten(1) if shape else rows[:, None], ctx.bounds, "in backward")
-        return shard.view(own, *shape).movedim(0, ctx.dim), None, None, None
+        ctx.link.enter(ctx.name, ctx.number)
+        return ctx.link.summed(gradient, ctx.bounds, "in backward"), None, None, None
+
+
+def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:
+    """Gather x from all ranks along dimension `dim`, where rank i holds [bounds[i], bounds[i + 1]).
+
+    The gradient is summed over the ranks' copies. `name` names the call in errors and in messages, on every rank alike.
+    """
+    rows = x.movedim(dim, 0)
+    whole = _Gathered.apply(rows if x.dim() > 1 else rows[:, None], bounds, link_of(context_group(mesh)), name)
+    return (whole if x.dim() > 1 else whole[:, 0]).movedim(0, dim)
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
@@ -88,7 +91,8 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
         ValueError: the shards do not make one sequence. Every rank raises it.
     """
     group = context_group(mesh)
-    return _Unshard.apply(x, group, dim, agreed_length(x, group, dim, seq_len))
+    bounds = balanced_bounds(agreed_length(x, group, dim, seq_len), dist.get_world_size(group))
+    return gathered(x, dim, bounds, group, "unshard_sequence")
 
 
 def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
