@@ -220,11 +220,10 @@ class _Compute:
         if part.queries is None:
             return run(problem, self.q, part.keys, part.values, state)
         assert state is not None
-        (q,), rows = self._rows(part.queries, self.q), part.queries.positions
-        found = run(problem, q, part.keys, part.values)
         index = self._index(part.queries)
+        found = run(problem, _rows(self.q, index, part.queries), part.keys, part.values)
         merged = [x[index] for x in state]  # views; copies if the part has some heads only
-        merge_into(*merged, *(x[:, rows] for x in found))
+        merge_into(*merged, *(x[:, part.queries.positions] for x in found))
         for x, value in zip(state, merged, strict=True):
             x[index] = value
         return state
@@ -241,12 +240,13 @@ class _Compute:
         if part.queries is None:
             run(problem, dout, dlse, self.q, *keys, out, lse, (dq, dk, dv))
             return dk, dv
-        dout, q, out = self._rows(part.queries, dout, self.q, out)
-        (lse,) = self._rows(part.queries, lse, fill=-torch.inf)
-        dlse = None if dlse is None else self._rows(part.queries, dlse)[0]
+        index = self._index(part.queries)
+        dout, q, out = (_rows(x, index, part.queries) for x in (dout, self.q, out))
+        lse = _rows(lse, index, part.queries, -torch.inf)
+        dlse = None if dlse is None else _rows(dlse, index, part.queries)
         part_dq = torch.zeros(q.shape, dtype=dq.dtype, device=dq.device)
         run(problem, dout, dlse, q, *keys, out, lse, (part_dq, dk, dv))
-        dq[self._index(part.queries)] += part_dq[:, part.queries.positions]
+        dq[index] += part_dq[:, part.queries.positions]
         return dk, dv
 
     def _index(self, queries: BlockQueries) -> tuple[Any, ...]:
@@ -255,20 +255,18 @@ class _Compute:
         every = heads == list(range(self.q.shape[2]))  # indexing is then a view
         return slice(None), queries.tokens, slice(None) if every else torch.tensor(heads, device=self.q.device)
 
-    def _rows(self, queries: BlockQueries, *tensors: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """Return these queries' rows of each of the shard's tensors, as a tensor over the sequence of `queries.layout`.
 
-        They lie at `queries.positions`. The other rows of that sequence are `fill`. Without other rows the result may
-        be a view.
-        """
-        index, size, made = self._index(queries), queries.layout.seq_len, []
-        for x in tensors:
-            rows = found = x[index]
-            if found.shape[1] < size:
-                rows = x.new_full((len(x), size, *found.shape[2:]), fill)
-                rows[:, queries.positions] = found
-            made.append(rows)
-        return made
+def _rows(x: Tensor, index: tuple[Any, ...], queries: BlockQueries, fill: float = 0.0) -> Tensor:
+    """Return the rows of x that `index` (`_Compute._index`) names, as a tensor over the sequence of `queries.layout`.
+
+    Its other rows are `fill`. Without other rows the result may be a view.
+    """
+    found, size = x[index], queries.layout.seq_len
+    if found.shape[1] == size:
+        return found
+    rows = x.new_full((len(x), size, *found.shape[2:]), fill)
+    rows[:, queries.positions] = found
+    return rows
 
 
 def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
