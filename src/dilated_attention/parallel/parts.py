@@ -169,32 +169,6 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Feed:
-    """Hold the rows of the shard that a rank sends, and the parts that read the rows that it receives."""
-
-    own: Own
-    gathers: tuple[Gather, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.own.nbytes + sum([gather.nbytes for gather in self.gathers])
-
-    def forward(self, rows: Tensor) -> Generator[Part, None, None]:
-        for gather in self.gathers:
-            yield gather.part(*rows.unbind(1))
-
-    def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
-        """Yield the parts that read the buffer `rows`, take back each one's (dk, dv), and return their sums.
-
-        The sums have the shape of `rows`, and the dtype that `statistic` returns.
-        """
-        sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
-        for gather in self.gathers:
-            gather.scatter((yield gather.part(*rows.unbind(1))), *sums.unbind(1))
-        return sums
-
-
-@dataclass(frozen=True)
 class Local:
     """Hold the parts that a rank computes from its shard alone.
 

@@ -12,7 +12,7 @@ A message's row is the key and the value of one token of one KV head: `(2, batch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,11 +26,12 @@ from dilated_attention.parallel.comm import Framing, Link, Transfer, seal_rows
 from dilated_attention.parallel.partition import Integers, Sharding
 from dilated_attention.parallel.parts import (
     BackwardParts,
-    Feed,
     ForwardParts,
     Gather,
+    Gradients,
     Local,
     Own,
+    Part,
     gathers_of,
     locate,
     on_device,
@@ -39,17 +40,37 @@ from dilated_attention.parallel.parts import (
 
 
 @dataclass(frozen=True)
-class _Round(Feed):
-    """Describe one transfer: the rows of the shard that a rank sends, and the parts that read what it receives.
+class _Round:
+    """Describe one transfer: the rows of the shard that a rank sends (`own`), and the parts that read what it receives.
 
     `sent`, `received`: how the buffers of sent and of received rows are divided into messages (`Framing`). In the
     backward, gradients of the received rows leave divided as `received`, and gradients of the sent rows come back
     divided as `returned`. That is `sent`, except after an all_gather: one message went to all ranks, and each answers.
     """
 
+    own: Own
+    gathers: tuple[Gather, ...]
     sent: Framing
     received: Framing
     returned: Framing
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes + sum([gather.nbytes for gather in self.gathers])
+
+    def forward(self, rows: Tensor) -> Iterator[Part]:
+        for gather in self.gathers:
+            yield gather.part(*rows.unbind(1))
+
+    def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
+        """Yield the parts that read the buffer `rows`, take back each one's (dk, dv), and return their sums.
+
+        The sums have the shape of `rows`, and the dtype that `statistic` returns.
+        """
+        sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
+        for gather in self.gathers:
+            gather.scatter((yield gather.part(*rows.unbind(1))), *sums.unbind(1))
+        return sums
 
 
 @dataclass(frozen=True)
