@@ -38,16 +38,13 @@ Interval = tuple[int, int]
 
 
 def _rows_of(crossing: Crossing, tokens: range) -> Interval:
-    """Return the indices [start, stop) of `tokens` among the keys of a crossing segment.
-
-    `tokens` is a run of consecutive keys of the segment.
-    """
+    """Return the rows of a crossing segment that are these tokens, a run of its keys."""
     first = (tokens.start - crossing.keys.start) // tokens.step
     return first, first + len(tokens)
 
 
 def _among(rows: Integers, intervals: Sequence[Interval]) -> Integers:
-    """Return which row numbers lie in one of the intervals [start, stop), as bool."""
+    """Return which row numbers lie in one of the intervals, as bool."""
     inside = np.zeros(len(rows), dtype=bool)
     for start, stop in intervals:
         inside |= (start <= rows) & (rows < stop)
@@ -95,7 +92,7 @@ def _needed(
     """Yield which keys of a crossing segment the queries of an interval need: (KV heads, rows).
 
     KV heads that share lists (`_heads`) come together. `rows`, ascending, are the keys that the lists of `queries` name
-    and that lie in an interval of `within`. Row i means the i-th key of the segment, in both arguments too.
+    and that lie in an interval of `within`.
     """
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
@@ -114,7 +111,7 @@ def distinct(keys: list[Integers]) -> Integers:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return, sorted, the integers token * kv_heads + head (row keys) of the rows that a rank receives."""
+    """Return the sorted row keys of the rows that a rank receives."""
     found = []
     for crossing in crossings(sharding, rank):
         start, stop = own = _rows_of(crossing, crossing.own)
@@ -124,10 +121,7 @@ def received_keys(sharding: Sharding, rank: int) -> Integers:
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the integers token * kv_heads + head (row keys) of the rows that a rank sends, and their number per peer.
-
-    They are ordered by peer, and sorted for each peer.
-    """
+    """Return the row keys that a rank sends, ordered by peer and sorted for each peer, and their number per peer."""
     messages: list[list[Integers]] = [[] for _ in range(sharding.world_size)]
     for crossing in crossings(sharding, rank):
         mine = [_rows_of(crossing, crossing.own)]
@@ -141,7 +135,7 @@ def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys (token * kv_heads + head) of a rank's rows that some other rank needs."""
+    """Return the sorted row keys of a rank's rows that some other rank needs."""
     return np.unique(sent_keys(sharding, rank)[0])
 
 
@@ -163,8 +157,7 @@ def rows_to(sharding: Sharding, rank: int) -> Integers:
 class BlockQueries:
     """Hold the queries of a block-sparse problem, and which of its keys they see.
 
-    The problem is over a short sequence: the blocks of a crossing segment that hold its queries or their listed keys,
-    in order. Its queries are a run of the shard's tokens in the crossing segment.
+    The queries are a run of the shard's tokens in the crossing segment.
 
     Attributes:
         layout: over the short sequence, the lists of the rank's own query blocks; other query blocks list nothing.

@@ -147,10 +147,7 @@ def clip(rows: range, start: int, stop: int) -> range:
 
 
 def _seen(queries: range, keys: range, band: Band) -> range:
-    """Return those of `keys` that some of `queries` sees. Both are token ranges with the same step, `rate`.
-
-    `band`: (low, high); a query at token p sees the keys at p + i * rate for low <= i <= high; None: no limit.
-    """
+    """Return those of `keys` that some of `queries` sees. Both are token ranges whose step is the rate."""
     if not queries:
         return keys[:0]
     low, high = band
@@ -238,9 +235,9 @@ class Remote:
 
     Attributes:
         rows: rows of the key tensor.
-        keys: int64, the row keys of the received rows: the integers token * kv_heads + head.
-        slots: int64, where each of them lies in the key tensor, (row of the tensor) * kv_heads + head. The plan reads
-            no other slots.
+        keys: the row keys of the received rows.
+        slots: where each of them lies in the key tensor, (row of the tensor) * kv_heads + head. The plan reads no other
+            slots.
     """
 
     plan: Plan
@@ -309,15 +306,11 @@ def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
 
 
 Share = tuple[range, tuple[int, ...]]
-"""A range of tokens, and the KV heads whose rows of these tokens move."""
+"""A range of tokens, with a step if dilated, and the KV heads whose rows of these tokens move between ranks."""
 
 
 def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
-    """List the row keys (token * kv_heads + head) of a union of shares: int64, ascending, without repeats.
-
-    A share is a range of tokens, with a step if dilated, and the KV heads whose rows of these tokens move between
-    ranks. The keys are grouped by owner, since shards ascend.
-    """
+    """List the row keys of a union of shares: int64, ascending (hence grouped by owner), without repeats."""
     keys = [cells(_numbers(rows), heads, sharding.num_heads) for rows, heads in shares if rows]
     return np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
 
@@ -325,9 +318,7 @@ def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
 def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) -> Integers:
     """Count the rows of a union of shares with tokens in [edges[i], edges[i + 1]), for each i, without listing them.
 
-    A share is a range of tokens, with a step if dilated, and the KV heads whose rows of these tokens move between
-    ranks. A row of several shares counts once. `sharding` gives the heads' offsets: heads with equal ones have equal
-    counts. Returns int64, one count fewer than `edges`.
+    A row of several shares counts once. Returns int64, one count fewer than `edges`.
     """
     shares, tokens = list(shares), np.array(edges)
     counts = np.zeros(len(tokens) - 1, dtype=np.int64)
@@ -339,7 +330,7 @@ def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) 
 
 
 def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
-    """Return, for each rank, how many of the sorted row keys `keys` (token * kv_heads + head) are in its shard."""
+    """Return, for each rank, how many of the sorted row keys `keys` are in its shard."""
     edges = np.array(sharding.bounds) * sharding.num_heads
     return np.diff(np.searchsorted(keys, edges)).tolist()
 
@@ -349,7 +340,7 @@ def _received(sharding: Sharding, rank: int) -> list[Share]:
 
 
 def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return, sorted, the integers token * kv_heads + head (row keys) of the rows that a rank receives."""
+    """Return the sorted row keys of the rows that a rank receives."""
     return keys_of(sharding, _received(sharding, rank))
 
 
@@ -393,10 +384,7 @@ def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]
 
 
 def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the integers token * kv_heads + head (row keys) of the rows that a rank sends, and their number per peer.
-
-    They are ordered by peer, and sorted for each peer.
-    """
+    """Return the row keys that a rank sends, ordered by peer and sorted for each peer, and their number per peer."""
     messages = [np.empty(0, dtype=np.int64)] * sharding.world_size
     for peers, shares in _sent(sharding, rank):
         keys = keys_of(sharding, shares)
@@ -423,7 +411,7 @@ def _contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
 
 
 def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys (token * kv_heads + head) of a rank's rows that some other rank sees."""
+    """Return the sorted row keys of a rank's rows that some other rank sees."""
     return keys_of(sharding, _contributed(sharding, rank))
 
 
@@ -463,10 +451,7 @@ def _joined(parts: Iterable[range]) -> Iterator[range]:
 
 
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
-    """Count how many numbers of a union of arithmetic progressions lie in [edges[i], edges[i + 1]), for each i.
-
-    Returns int64, one count fewer than `edges`.
-    """
+    """Count how many numbers of a union of arithmetic progressions lie in [edges[i], edges[i + 1]), for each i."""
     parts = list(_joined(parts))
     total = np.zeros(len(edges) - 1, dtype=np.int64)
     for low, high in pairwise(sorted({x for part in parts for x in (part.start, part.stop)})):
@@ -553,10 +538,7 @@ def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
 
 
 def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
-    """Return the sorted row keys (token * kv_heads + head) that each rank of a block sends in round `level`.
-
-    A block has 2^level neighbouring ranks; `block` is its first.
-    """
+    """Return the sorted row keys that each rank of a block (see `_passed_on`) sends in round `level`."""
     return keys_of(sharding, _passed_on(sharding, block, level))
 
 
