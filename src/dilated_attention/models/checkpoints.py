@@ -195,10 +195,8 @@ class _Taken:
             return found if alone else found.clone()
         return torch.empty(shape, device="meta")  # until `fill`
 
-    def norm(self, ours: str, theirs: str, size: int) -> None:
-        self.weights |= {f"{ours}.{part}": self.take(f"{theirs}.{part}", size) for part in ("weight", "bias")}
-
-    def linear(self, ours: str, theirs: str, *shape: int) -> None:
+    def layer(self, ours: str, theirs: str, *shape: int) -> None:
+        """Take the weight, of this shape, and the bias of a linear layer or a norm."""
         self.weights[f"{ours}.weight"] = self.take(f"{theirs}.weight", *shape)
         self.weights[f"{ours}.bias"] = self.take(f"{theirs}.bias", shape[0])
 
@@ -321,16 +319,12 @@ def load_gigapath(
     channels = taken.tensors.get("patch_embed.proj.weight", torch.empty(0, 1)).shape[-1]
     _stack(taken, "encoder.", "encoder.", encoder)
     taken.weights["cls"] = taken.take("cls_token", 1, 1, dim).flatten()
-    taken.linear("projection", "patch_embed.proj", dim, channels)
-    taken.norm("norm", "norm", dim)
+    taken.layer("projection", "patch_embed.proj", dim, channels)
+    taken.layer("norm", "norm", dim)
     if "pos_embed" in taken:
         taken.take("pos_embed", 1, slide_ngrids**2 + 1, dim)
     config = GigaPathConfig(
-        in_chans=channels,
-        slide_ngrids=slide_ngrids,
-        tile_size=tile_size,
-        global_pool=global_pool,
-        encoder=encoder,
+        in_chans=channels, slide_ngrids=slide_ngrids, tile_size=tile_size, global_pool=global_pool, encoder=encoder
     )
     return taken.fill(GigaPathSlideEncoder.empty(config, backend=backend), "GigaPath's slide encoder", surplus)
 
@@ -376,12 +370,12 @@ def load_longvit(
     encoder = _stack_config(taken, f"{part}encoder.", num_heads, options)
     dim = encoder.embed_dim
     _stack(taken, "encoder.", f"{part}encoder.", encoder)
-    taken.linear("patches", f"{part}patch_embed.proj", dim, *kernel.shape[1:])
+    taken.layer("patches", f"{part}patch_embed.proj", dim, *kernel.shape[1:])
     taken.weights["positions"] = taken.take(f"{part}pos_embed", 1, side * side, dim)[0]
     classes = tensors["head.weight"].shape[0] if "head.weight" in taken else None
     if classes is not None:
-        taken.norm("norm", "fc_norm", dim)
-        taken.linear("head", "head", classes, dim)
+        taken.layer("norm", "fc_norm", dim)
+        taken.layer("head", "head", classes, dim)
     config = LongViTConfig(
         image_size=image_size,
         patch_size=kernel.shape[2],
@@ -492,7 +486,7 @@ def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> 
         taken.weights[f"{ours}input.{part}"] = _cat([x["q"], x["k"], x["v"]])
         taken.weights[f"{ours}output.{part}"] = x["out"]
     if config.sub_ln:
-        taken.norm(f"{ours}norm", f"{theirs}inner_attn_ln", dim)
+        taken.layer(f"{ours}norm", f"{theirs}inner_attn_ln", dim)
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
@@ -518,21 +512,21 @@ def _stack(
     for i in range(config.num_layers):
         block, layer = f"{ours}blocks.{i}", f"{theirs}layers.{i}"
         _attention(taken, f"{block}.attention.", f"{layer}.self_attn.", config)
-        taken.norm(f"{block}.attention_norm", f"{layer}.self_attn_layer_norm", dim)
-        taken.norm(f"{block}.mlp_norm", f"{layer}.final_layer_norm", dim)
-        taken.linear(f"{block}.mlp.0", f"{layer}.ffn.fc1", width, dim)
-        taken.linear(f"{block}.mlp.2", f"{layer}.ffn.fc2", dim, width)
+        taken.layer(f"{block}.attention_norm", f"{layer}.self_attn_layer_norm", dim)
+        taken.layer(f"{block}.mlp_norm", f"{layer}.final_layer_norm", dim)
+        taken.layer(f"{block}.mlp.0", f"{layer}.ffn.fc1", width, dim)
+        taken.layer(f"{block}.mlp.2", f"{layer}.ffn.fc2", dim, width)
         if config.sub_ln:
-            taken.norm(f"{block}.mlp.1.1", f"{layer}.ffn.ffn_layernorm", width)
+            taken.layer(f"{block}.mlp.1.1", f"{layer}.ffn.ffn_layernorm", width)
         if cross:
-            taken.norm(f"{block}.cross_norm", f"{layer}.encoder_attn_layer_norm", dim)
-            taken.linear(f"{block}.cross_attention.input", f"{layer}.encoder_attn.q_proj", dim, dim)
-            taken.linear(f"{block}.cross_attention.output", f"{layer}.encoder_attn.out_proj", dim, dim)
+            taken.layer(f"{block}.cross_norm", f"{layer}.encoder_attn_layer_norm", dim)
+            taken.layer(f"{block}.cross_attention.input", f"{layer}.encoder_attn.q_proj", dim, dim)
+            taken.layer(f"{block}.cross_attention.output", f"{layer}.encoder_attn.out_proj", dim, dim)
             for part, shape in (("weight", (dim, dim)), ("bias", (dim,))):
                 pair = [taken.take(f"{layer}.encoder_attn.{name}_proj.{part}", *shape) for name in ("k", "v")]
                 taken.weights[f"{block}.cross_attention.source.{part}"] = _cat(pair)
     if config.final_norm:
-        taken.norm(f"{ours}norm", f"{theirs}layer_norm", dim)
+        taken.layer(f"{ours}norm", f"{theirs}layer_norm", dim)
     if config.vocab_size is not None:
         taken.weights[f"{ours}embedding.weight"] = taken.take(f"{theirs}embed_tokens.weight", config.vocab_size, dim)
         if output:
