@@ -65,7 +65,7 @@ def test_what_stands_for_the_tokens_of_blocks(shape, dtype, dense, instruction_s
     k = make(seq_len, kv_heads, head_dim, dtype, dense)
     for parts, before in itertools.product((1, 4), (False, True)):
         close(*both(partial(estimates.part_means, block=block, parts=parts, before=before), k), TYPES[dtype])
-    close(*both(partial(pages._extremes, page=7), k), 0)
+    close(*both(partial(estimates.extremes, page=7), k), 0)
     for directions in {1, -(-seq_len // block)}:
         direction = torch.randn(2, directions, heads, head_dim)
         found = estimates.block_peaks(k, direction, block, 5)

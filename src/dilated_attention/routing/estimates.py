@@ -294,6 +294,22 @@ def part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple
     return (means * (whole / size.clamp(min=1))[..., None].to(x.dtype)).unflatten(3, x.shape[2:]), size
 
 
+def extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:
+    """Return the greatest, then the least components of each page, (B, pages, H, 2 D), for keys x (B, N, H, D).
+
+    The first `skip` tokens do not count.
+    """
+    starts = torch.arange(0, x.shape[1], page, device=x.device)
+    if is_compiled(x):
+        return compiled.extremes(x, starts.clamp(min=skip), (starts + page).clamp(max=x.shape[1])).to(x.dtype)
+    pages = in_blocks(x, page)
+    token = torch.arange(pages.shape[1] * page, device=x.device).view(-1, page, 1, 1)
+    none = (token < skip) | (token >= x.shape[1])
+    high = pages.masked_fill(none, -torch.inf).amax(2)
+    low = pages.masked_fill(none, torch.inf).amin(2)
+    return torch.cat([high, low], -1)
+
+
 def in_blocks(x: Tensor, block: int) -> Tensor:
     """Cut x (B, N, H, D) into blocks (B, blocks, block, H, D), with zeros after the end; a view if all blocks are
     whole."""

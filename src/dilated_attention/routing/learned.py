@@ -12,7 +12,7 @@ from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize, block_pair, check_share
 from dilated_attention.ranking import stable_topk
-from dilated_attention.routing.estimates import part_means
+from dilated_attention.routing.estimates import extremes, part_means
 from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates
 
 
@@ -130,16 +130,11 @@ class LearnedRouter(nn.Module):
         """Return the scores (B, H, rows, columns), in the router's dtype even under autocast: rounding would change the
         choice and the sums of gates."""
         with torch.autocast(q.device.type, enabled=False):
-            dtype, more = self.query_map.dtype, grid.columns * grid.k_block - grid.seq_len
-            blocks = (
-                F.pad(k, (0, 0, 0, 0, 0, more), value=fill).unflatten(1, (grid.columns, grid.k_block))
-                for fill in (-math.inf, math.inf)
-            )
-            high, low = next(blocks).amax(2), next(blocks).amin(2)
-            mean = part_means(k, grid.k_block, 1)[0][:, :, 0]
+            dtype = self.query_map.dtype
             query = part_means(q, grid.q_block, 1, before=self.is_causal)[0][:, :, 0]
             query = torch.einsum("bihd,hdr->bhir", query.to(dtype), self.query_map)
-            key = torch.einsum("bjhd,hdr->bhjr", torch.cat([mean, high, low], dim=-1).to(dtype), self.key_map)
+            key = torch.cat([part_means(k, grid.k_block, 1)[0][:, :, 0], extremes(k, grid.k_block)], dim=-1)
+            key = torch.einsum("bjhd,hdr->bhjr", key.to(dtype), self.key_map)
             key = key.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
             return query @ key.mT / self.query_map.shape[2] ** 0.5
 

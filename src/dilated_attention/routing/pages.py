@@ -10,12 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.ranking import stable_topk
-from dilated_attention.routing.estimates import Sample, in_blocks, pooled_queries
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, is_compiled, selector
+from dilated_attention.routing.estimates import Sample, extremes, pooled_queries
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
 from dilated_attention.routing.selectors import largest_shares
 
 
@@ -120,7 +119,7 @@ class PageBounds:
             if self.bounds is not None:
                 grown[:, :, : self.pages] = self.bounds[:, :, : self.pages]
             self.bounds = grown
-        fresh = _extremes(F.pad(k, (0, 0, 0, 0, held, 0)), self.page_size, held).transpose(1, 2)
+        fresh = extremes(F.pad(k, (0, 0, 0, 0, held, 0)), self.page_size, held).transpose(1, 2)
         first = self.pages - (held > 0)
         if held:  # the open page
             head_dim, open_page = k.shape[3], self.bounds[:, :, first]
@@ -192,28 +191,12 @@ class PageBounds:
 
 
 def _signed(q: Tensor) -> Tensor:
-    """Return [max(q, 0), min(q, 0)] along the last dimension. Its product with a page's `_extremes` is the bound."""
+    """Return [max(q, 0), min(q, 0)] along the last dimension. Its product with a page's `extremes` is the bound."""
     return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
-
-
-def _extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:
-    """Return the greatest, then the least components of each page, (B, pages, H, 2 D), for keys x (B, N, H, D).
-
-    The first `skip` tokens do not count.
-    """
-    starts = torch.arange(0, x.shape[1], page, device=x.device)
-    if is_compiled(x):
-        return compiled.extremes(x, starts.clamp(min=skip), (starts + page).clamp(max=x.shape[1])).to(x.dtype)
-    pages = in_blocks(x, page)
-    token = torch.arange(pages.shape[1] * page, device=x.device).view(-1, page, 1, 1)
-    none = (token < skip) | (token >= x.shape[1])
-    high = pages.masked_fill(none, -torch.inf).amax(2)
-    low = pages.masked_fill(none, torch.inf).amin(2)
-    return torch.cat([high, low], -1)
 
 
 def _pages(q: Tensor, k: Tensor, grid: Candidates, page_size: int) -> Sample:
     query, weight = pooled_queries(q, grid)
-    bounds = _extremes(k, page_size).to(grid.dtype)
+    bounds = extremes(k, page_size).to(grid.dtype)
     peaks = grid.k_block // page_size
     return Sample(_signed(query * grid.scale).flatten(1, 2), weight, bounds, peaks, 1.0)
