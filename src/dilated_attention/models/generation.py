@@ -29,7 +29,7 @@ from torch import Tensor
 from dilated_attention import Dilated
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.nn import Source
-from dilated_attention.plumbing import Mesh, checks, context_group, from_rank, fused, merge_into, progressions
+from dilated_attention.plumbing import Mesh, checks, context_group, fused, merge_into, progressions
 
 # Scale lengths between a position and the origin of xPos before the cached keys move to a nearer origin: keys then
 # grow by at most 3.5^4, and a move is needed once per that many tokens.
@@ -178,16 +178,17 @@ class _Layer:
 
     `buffers` lists (buffer, first, keys, values). The `_Buffer` says which token each row holds; keys and values are
     `(batch, heads, rows, head_dim)`, and index 0 along heads is KV head `first`.
-    make: called with a shape, returns a tensor of zeros.
     """
 
-    def __init__(self, cache: KeyValueCache, make: Callable[..., Tensor]) -> None:
+    def __init__(self, cache: KeyValueCache) -> None:
         self.cache = cache
         self.buffers: list[tuple[_Buffer, int, Tensor, Tensor]] = []
         for buffer in cache.buffers:
             first, last = min(x.start for x in buffer.heads), max(x.stop for x in buffer.heads)
             shape = (cache.batch_size, last - first, buffer.rows(cache.max_len), cache.config.head_dim)
-            self.buffers.append((buffer, first, make(shape), make(shape)))
+            with torch.inference_mode(False):  # else only inference mode could add to them
+                keys, values = (torch.zeros(shape, dtype=cache.dtype, device=cache.device) for _ in range(2))
+            self.buffers.append((buffer, first, keys, values))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         if self.cache.spans is None:
@@ -283,12 +284,7 @@ class KeyValueCache:
         self.origins = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.source: Source | None = None  # of cross-attention
         self.source_mask: Tensor | None = None
-
-        def make(shape: Sequence[int]) -> Tensor:
-            with torch.inference_mode(False):  # else only inference mode could add to them
-                return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.layers = [_Layer(self, make) for _ in range(config.num_layers)]
+        self.layers = [_Layer(self) for _ in range(config.num_layers)]
 
     @property
     def nbytes(self) -> int:
@@ -416,38 +412,3 @@ def sample(
         beyond = ordered.cumsum(-1) - ordered >= top_p
         probabilities = probabilities.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
-
-
-@torch.no_grad()
-def stream(
-    decode: Callable[[Int[Tensor, " batch"], KeyValueCache], Float[Tensor, "batch vocab"]],
-    logits: Float[Tensor, "batch vocab"],
-    cache: KeyValueCache,
-    max_new_tokens: int,
-    draw: Callable[[Float[Tensor, "batch vocab"]], Int[Tensor, " batch"]],
-    *,
-    stop_token: int | None = None,
-    mesh: Mesh | None = None,
-) -> Iterator[Int[Tensor, " batch"]]:
-    """Yield new tokens as soon as they are drawn, one per sample at a time.
-
-    Args:
-        decode: `LongNetLM.decode`, which gives the logits after a token.
-        logits, cache: from `LongNetLM.prefill`.
-        draw: `sample` with its options.
-        stop_token: the token that ends a sample. The sample repeats it until all samples have drawn it; then the
-            stream ends.
-        mesh: the ranks that run the same stream. They all take the tokens that the first rank draws.
-    """
-    stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    for i in range(max_new_tokens):
-        chosen = draw(logits)
-        if mesh is not None:
-            chosen = from_rank(0, chosen, mesh)
-        if stop_token is not None:
-            chosen = chosen.masked_fill(stopped, stop_token)
-            stopped |= chosen == stop_token
-        yield chosen
-        if i + 1 == max_new_tokens or (stop_token is not None and bool(stopped.all())):
-            return
-        logits = decode(chosen, cache)

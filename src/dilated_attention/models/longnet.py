@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dilated_attention import UnsupportedError
 from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
-from dilated_attention.models.generation import KeyValueCache, check_sampling, sample, stream
+from dilated_attention.models.generation import KeyValueCache, check_sampling, sample
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import LongNetStack, places_of, tables_of
@@ -379,7 +379,33 @@ class LongNetLM(LongNetStack):
             source_lengths=source_lengths,
         )
         draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        return stream(self.decode, first, cache, max_new_tokens, draw, stop_token=stop_token, mesh=self.mesh)
+        return self._continued(first, cache, max_new_tokens, draw, stop_token)
+
+    @torch.no_grad()
+    def _continued(
+        self,
+        logits: Tensor,
+        cache: KeyValueCache,
+        max_new_tokens: int,
+        draw: Callable[[Tensor], Tensor],
+        stop_token: int | None,
+    ) -> Iterator[Tensor]:
+        """Yield what `stream` does, from the results of `prefill`. `draw`: `sample` with its options.
+
+        A sample that has drawn `stop_token` repeats it until all samples have; then the stream ends.
+        """
+        stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        for i in range(max_new_tokens):
+            chosen = draw(logits)
+            if self.mesh is not None:
+                chosen = from_rank(0, chosen, self.mesh)
+            if stop_token is not None:
+                chosen = chosen.masked_fill(stopped, stop_token)
+                stopped |= chosen == stop_token
+            yield chosen
+            if i + 1 == max_new_tokens or (stop_token is not None and bool(stopped.all())):
+                return
+            logits = self.decode(chosen, cache)
 
     def generate(
         self, tokens: Int[Tensor, "batch seq"], max_new_tokens: int, **options: Any
