@@ -11,7 +11,7 @@ Both families are older than transformers' attention interface, and have attenti
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ class _WindowAndGlobals(LongformerSelfAttention):
     """Compute Longformer's attention. The arguments are those of transformers' module."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         is_index_masked: Tensor | None = None,
@@ -73,7 +73,32 @@ class _WindowAndGlobals(LongformerSelfAttention):
         is_global_attn: bool | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor]:
-        return (_window_and_globals(self, hidden_states, is_index_masked, is_index_global_attn, output_attentions),)
+        _refuse_weights(output_attentions)
+        masked, is_global = is_index_masked, is_index_global_attn
+        assert masked is not None
+        assert is_global is not None
+
+        def heads(project: Any, x: Tensor) -> Tensor:
+            return project(x).unflatten(-1, (self.num_heads, self.head_dim))
+
+        q, k, v = (heads(project, hidden_states) for project in (self.query, self.key, self.value))
+        dropout_p, side = (self.dropout if self.training else 0.0), self.one_sided_attn_window_size
+        # Keys of global tokens come once more, in front of all, and are hidden from the windows.
+        place, missing = _places(is_global)
+        most, seq_len = place.shape[1], q.shape[1]
+        k, v = (torch.cat([_taken(x, place), x], 1) for x in (k, v))
+        hidden = torch.cat([missing, masked | is_global], 1)
+        pattern = Window(side, side, leading=most)
+        out = attention(q, k, v, pattern, key_padding_mask=hidden, dropout_p=dropout_p, q_start=most, k_start=0)
+        assert isinstance(out, Tensor)
+        if most:
+            q = heads(self.query_global, _taken(hidden_states, place))
+            k, v = (heads(project, hidden_states) for project in (self.key_global, self.value_global))
+            every = Dilated((seq_len,), (1,))
+            of_globals = attention(q, k, v, every, key_padding_mask=masked, dropout_p=dropout_p, q_start=0, k_start=0)
+            samples = torch.arange(len(q), device=q.device)[:, None].expand_as(place)
+            out = out.index_put((samples[~missing], place[~missing]), of_globals[~missing])
+        return (out.masked_fill(masked[..., None, None], 0.0).flatten(2),)
 
 
 class _WindowAndGlobalsOfLED(LEDEncoderSelfAttention):
@@ -117,36 +142,6 @@ def _refuse_weights(wanted: Any) -> None:
         raise UnsupportedError(
             "output_attentions: the probabilities are never formed; make the model without replace_attention for them"
         )
-
-
-def _window_and_globals(module: Any, states: Tensor, masked: Any, is_global: Any, output_attentions: bool) -> Tensor:
-    """Return Longformer's attention for `states`, both `(batch, seq, hidden)`.
-
-    masked, is_global: bool `(batch, seq)`, True at padding and at global tokens. output_attentions: refused if true.
-    """
-    _refuse_weights(output_attentions)
-
-    def heads(project: nn.Module, x: Tensor) -> Tensor:
-        return cast(Tensor, project(x)).unflatten(-1, (module.num_heads, module.head_dim))
-
-    q, k, v = (heads(project, states) for project in (module.query, module.key, module.value))
-    dropout_p, side = (module.dropout if module.training else 0.0), module.one_sided_attn_window_size
-    # Keys of global tokens come once more, in front of all, and are hidden from the windows.
-    place, missing = _places(is_global)
-    most, seq_len = place.shape[1], q.shape[1]
-    k, v = (torch.cat([_taken(x, place), x], 1) for x in (k, v))
-    hidden = torch.cat([missing, masked | is_global], 1)
-    pattern = Window(side, side, leading=most)
-    out = attention(q, k, v, pattern, key_padding_mask=hidden, dropout_p=dropout_p, q_start=most, k_start=0)
-    assert isinstance(out, Tensor)
-    if most:
-        q = heads(module.query_global, _taken(states, place))
-        k, v = (heads(project, states) for project in (module.key_global, module.value_global))
-        every = Dilated((seq_len,), (1,))
-        of_globals = attention(q, k, v, every, key_padding_mask=masked, dropout_p=dropout_p, q_start=0, k_start=0)
-        samples = torch.arange(len(q), device=q.device)[:, None].expand_as(place)
-        out = out.index_put((samples[~missing], place[~missing]), of_globals[~missing])
-    return out.masked_fill(masked[..., None, None], 0.0).flatten(2)
 
 
 def _places(chosen: Tensor) -> tuple[Tensor, Tensor]:
