@@ -9,7 +9,8 @@ that say which buffer row goes to which slot are made once per sharding.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +71,22 @@ def _shard_rows(k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Gather:
+class Counted:
+    """Base class of dataclasses whose size the plan cache counts, as the sum of their fields' sizes."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum([_nbytes(getattr(self, field.name)) for field in fields(self)])
+
+
+def _nbytes(x: Any) -> int:
+    if isinstance(x, (tuple, dict)):
+        return sum([_nbytes(part) for part in (x.values() if isinstance(x, dict) else x)])
+    return getattr(x, "nbytes", 0)
+
+
+@dataclass(frozen=True)
+class Gather(Counted):
     """Say how a part's keys and values are made from rows, `(rows, batch, head_dim)` for keys and for values.
 
     Attributes:
@@ -103,11 +119,6 @@ class Gather:
             queries,
         )
 
-    @property
-    def nbytes(self) -> int:
-        tables = [x for x in (self.index, self.tokens, self.filled, self.holes) if x is not None]
-        return self.plan.nbytes + sum([x.nbytes for x in tables]) + (self.queries.nbytes if self.queries else 0)
-
     def part(self, keys: Tensor, values: Tensor) -> Part:
         """Gather the part's keys and values from these rows."""
         slots = [x.index_select(0, self.index) for x in (keys, values)]
@@ -127,7 +138,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Own:
+class Own(Counted):
     """Say which of the shard's rows a buffer holds.
 
     The rank sends the buffer. It has `size` rows. Row `positions[i]` holds row `index[i]` of
@@ -144,10 +155,6 @@ class Own:
     ) -> Own:
         index = keys - sharding.shard(rank)[0] * sharding.num_heads
         return cls(on_device(index, device), on_device(positions, device), size)
-
-    @property
-    def nbytes(self) -> int:
-        return 16 * len(self.index)
 
     def pack(self, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """Write rows of k and v into `out`, or into a new buffer `(size, 2, batch, head_dim)`; return the buffer."""
@@ -169,7 +176,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Counted):
     """Hold the parts that a rank computes from its shard alone.
 
     Attributes:
@@ -189,10 +196,6 @@ class Local:
         first = shard[0] * sharding.num_heads
         gathers = tuple([Gather.of(x, x.keys - first, device) for x in problems if x])
         return cls(partition.local_plan(sharding, rank), gathers)
-
-    @property
-    def nbytes(self) -> int:
-        return self.plan.nbytes + sum([gather.nbytes for gather in self.crossing])
 
     def forward(self, k: Tensor, v: Tensor) -> Generator[Part, None, None]:
         yield Part(k, v, self.plan)

@@ -26,6 +26,7 @@ from dilated_attention.parallel.comm import Framing, Link, Transfer, seal_rows
 from dilated_attention.parallel.partition import Integers, Sharding
 from dilated_attention.parallel.parts import (
     BackwardParts,
+    Counted,
     ForwardParts,
     Gather,
     Gradients,
@@ -40,7 +41,7 @@ from dilated_attention.parallel.parts import (
 
 
 @dataclass(frozen=True)
-class _Round:
+class _Round(Counted):
     """Describe one transfer: the rows of the shard that a rank sends (`own`), and the parts that read what it receives.
 
     `sent`, `received`: how the buffers of sent and of received rows are divided into messages (`Framing`). In the
@@ -53,10 +54,6 @@ class _Round:
     sent: Framing
     received: Framing
     returned: Framing
-
-    @property
-    def nbytes(self) -> int:
-        return self.own.nbytes + sum([gather.nbytes for gather in self.gathers])
 
     def forward(self, rows: Tensor) -> Iterator[Part]:
         for gather in self.gathers:
@@ -74,18 +71,14 @@ class _Round:
 
 
 @dataclass(frozen=True)
-class _Tables:
+class _Tables(Counted):
     """Hold what a rank computes alone, and its transfers by round. A round without rows is left out."""
 
     local: Local
     rounds: dict[int, _Round]
 
-    @property
-    def nbytes(self) -> int:
-        return self.local.nbytes + sum([step.nbytes for step in self.rounds.values()])
 
-
-Made = TypeVar("Made", bound="_Tables | _DoublingTables")
+Made = TypeVar("Made", bound=Counted)
 
 
 class _Schedule(Generic[Made]):
@@ -238,7 +231,7 @@ class Ring(_Schedule[_Tables]):
 
 
 @dataclass(frozen=True)
-class _Hop:
+class _Hop(Counted):
     """Describe a round of doubling: it sends the buffer's rows with indices `send`, and fills its rows [start, stop).
 
     `sent`, `received`: how the two messages are framed. `gathers`: the parts whose rows are complete after this round.
@@ -253,18 +246,13 @@ class _Hop:
 
 
 @dataclass(frozen=True)
-class _DoublingTables:
+class _DoublingTables(Counted):
     """Hold what a rank computes alone (`local`), and describe the buffer of all rounds: this rank's rows (`own`), then
     each round's received message with its seal (see `Framing`)."""
 
     local: Local
     own: Own
     hops: tuple[_Hop, ...]
-
-    @property
-    def nbytes(self) -> int:
-        gathers = sum([gather.nbytes for hop in self.hops for gather in hop.gathers])
-        return self.local.nbytes + self.own.nbytes + sum([hop.send.nbytes for hop in self.hops]) + gathers
 
 
 class Doubling(_Schedule[_DoublingTables]):
