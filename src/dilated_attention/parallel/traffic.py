@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -305,19 +304,16 @@ def exchange_plan(
         raise ValueError(
             f"bounds must be world_size + 1 = {world_size + 1} edges from 0 to {seq_len}; got {len(edges)}"
         )
-    if isinstance(pattern, Sum) and len(pattern.parts) > 1:
-        options: dict[str, Any] = {"num_kv_heads": kv_heads, "head_dim": head_dim, "batch": batch, "dtype": dtype}
-        options |= {"is_causal": is_causal, "transport": transport, "bounds": bounds}
-        sizes = seq_len, num_heads, world_size, rank
-        return total([exchange_plan(part, *sizes, **options) for part in pattern.parts])
-    branches, layouts = branched_factor(pattern, seq_len).branches(kv_heads), []
-    if isinstance(pattern, BlockLayout):
-        pattern.check(batch, seq_len, num_heads)
-        layouts = [pattern]
-    elif isinstance(pattern, Product):
-        counts = row_counts(branches.segment_lengths, branches.dilation_rates, branches.offsets, seq_len)
-        layouts = [pattern.layout_of(count) for count in sorted(counts)]
-    layouts = [layout.causal() if is_causal else layout for layout in layouts]
-    sharding = Sharding(branches, edges, is_causal, layouts=tuple(layouts))
-    shape = Shape(batch, num_heads, head_dim, dtype)
-    return count(choose(transport, sharding, shape).transport, sharding, rank, shape)
+    shape, plans = Shape(batch, num_heads, head_dim, dtype), []
+    for part in pattern.parts if isinstance(pattern, Sum) else (pattern,):
+        branches, layouts = branched_factor(part, seq_len).branches(kv_heads), []
+        if isinstance(part, BlockLayout):
+            part.check(batch, seq_len, num_heads)
+            layouts = [part]
+        elif isinstance(part, Product):
+            counts = row_counts(branches.segment_lengths, branches.dilation_rates, branches.offsets, seq_len)
+            layouts = [part.layout_of(count) for count in sorted(counts)]
+        layouts = [layout.causal() if is_causal else layout for layout in layouts]
+        sharding = Sharding(branches, edges, is_causal, layouts=tuple(layouts))
+        plans.append(count(choose(transport, sharding, shape).transport, sharding, rank, shape))
+    return total(plans)
