@@ -144,8 +144,7 @@ class _Selection:
     kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]]
 
     def __post_init__(self) -> None:
-        names = [entry.name for entry in dataclasses.fields(self)]  # type: ignore[arg-type]
-        require_integers(self, *names)
+        require_integers(self, *[entry.name for entry in dataclasses.fields(self)])  # type: ignore[arg-type]
         self.module(2, 1, device="meta")
 
     def module(
@@ -292,11 +291,9 @@ class LongNetConfig(Configuration):
             raise ValueError(f'compat={self.compat!r}: must be "torchscale" or None')
         pairs = 1 if self.positions is None else 2
         if self.embed_dim % (pairs * self.num_heads):
-            raise ValueError(
-                f"embed_dim={self.embed_dim}: must be a multiple of "
-                + (f"num_heads={self.num_heads}" if pairs == 1 else f"2 x num_heads = {2 * self.num_heads}, ")
-                + ("" if pairs == 1 else "rotary positions turn pairs of channels")
-            )
+            paired = f"2 x num_heads = {2 * self.num_heads}, rotary positions turn pairs of channels"
+            wanted = f"num_heads={self.num_heads}" if pairs == 1 else paired
+            raise ValueError(f"embed_dim={self.embed_dim}: must be a multiple of {wanted}")
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
         if self.selection is not None:
@@ -346,9 +343,8 @@ class LongNetConfig(Configuration):
     @property
     def attention_pattern(self) -> Dilated | Window | Sum | None:
         """Return `pattern` with `compat` applied."""
-        return (
-            dataclasses.replace(self.pattern, compat=self.compat) if isinstance(self.pattern, Dilated) else self.pattern
-        )
+        pattern = self.pattern
+        return dataclasses.replace(pattern, compat=self.compat) if isinstance(pattern, Dilated) else pattern
 
     @property
     def kv_heads(self) -> int:

@@ -90,7 +90,6 @@ class BlockAttentionMixture(SelectingAttention):
         return self.output(self._attend(q, k, v, layout, edges[-1]).flatten(-2))
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """Return the output of one more token, `(batch, 1, embed_dim)`, and add the token to the cache."""
         q, (k, v) = self._project(x, rotary)
         if cache.length % self.query_block == 0:
             cache.chosen = self._choose(q, cache.length, cache.last("means"))[:, :, 0]

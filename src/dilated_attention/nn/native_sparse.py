@@ -196,7 +196,6 @@ class NativeSparseAttention(SelectingAttention):
         return self._mix(x, outs)
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """Return the output of one more token, `(batch, 1, embed_dim)`, and add the token to the cache."""
         q, rows = self._project(x, rotary)
         position = cache.length
         self._remember(cache, *rows)

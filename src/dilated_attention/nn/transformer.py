@@ -243,19 +243,17 @@ class CrossAttention(nn.Module):
         """
         q = self.input(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = source.read(self)
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=self.heads[0] != self.heads[1])
         if cu_seqlens is None:
-            out = self._attend(q, k, v, mask)
+            out = attend(q, k, v, mask)
         else:  # each its own source
             masks = [None] * len(k) if mask is None else mask.split(1)
             samples = [
-                self._attend(q[:, :, start:stop], k[i : i + 1], v[i : i + 1], masks[i])
+                attend(q[:, :, start:stop], k[i : i + 1], v[i : i + 1], masks[i])
                 for i, (start, stop) in enumerate(pairwise(cu_seqlens.tolist()))
             ]
             out = torch.cat(samples, 2)
         return self.output(out.transpose(1, 2).flatten(-2))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.heads[0] != self.heads[1])
 
 
 @dataclass(frozen=True, eq=False)
