@@ -100,7 +100,7 @@ def test_shares(shape, dtype, is_causal, instruction_set, monkeypatch):
 
     def columns(q, k):
         grid = candidates(q, k, block, is_causal, True, 1)
-        return torch.cat([x for _, x in lines._shares(q, k, grid, False)], 2)
+        return torch.cat([x for _, x in lines._shares(q, k, grid)], 2)
 
     close(*both(columns, q, k), TYPES[dtype])
     if is_causal and seq_len > 200:

@@ -125,9 +125,10 @@ def test_columns_and_diagonals(seq_len, block_size, heads, kv_heads, is_causal, 
                 expected[sample, head, row, c] = max(mean(vertical, row), mean(slash, row))
     for chunk in (2**24, 1):
         monkeypatch.setattr(estimates, "CHUNK", chunk)
-        found = torch.cat([score for _, score in lines.line_scores(q, k, grid, group=False)], 2)
+        found = torch.cat([score for _, score in lines.line_scores(q, k, grid)], 2)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    of_groups = torch.cat([score for _, score in lines.line_scores(q, k, grid, group=True)], 2)
+    grid = candidates(q, k, block_size, is_causal, True, 1, per_kv_head=True)
+    of_groups = torch.cat([score for _, score in lines.line_scores(q, k, grid)], 2)
     assert of_groups.shape[1] == kv_heads
 
 

@@ -55,11 +55,11 @@ def antidiagonal_blocks(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
     stride = checks.positive("stride", stride)
     if grid.q_block % stride or grid.k_block % stride:
         raise ValueError(f"stride={stride} must divide both block sizes, {grid.q_block} and {grid.k_block}")
-    return largest_shares(q, k, density, grid, sample=_pieces(q, k, grid, stride), group=per_kv_head)
+    return largest_shares(q, k, density, grid, sample=_pieces(q, k, grid, stride))
 
 
 def _pieces(q: Tensor, k: Tensor, grid: Candidates, stride: int) -> Sample:

@@ -54,19 +54,16 @@ class Sample(NamedTuple):
     skipped: int = 0
 
 
-def estimated_shares(x: Sample, grid: Candidates, *, group: bool = False) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows (query blocks) with their estimated shares (B, H, rows of the slice, columns), for all rows.
-
-    A column is a key block. `group`: average over the query heads that share a KV head.
-    """
-    skipped, kv_heads = x.skipped, x.key.shape[2]
+def estimated_shares(x: Sample, grid: Candidates) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of rows with their estimated shares (B, lists, rows of the slice, columns), for all rows."""
+    skipped = x.skipped
     seen = (grid.choices * x.peaks).clamp(max=-(-x.key.shape[1] // x.joined))
     seen = seen[skipped:, None].expand(x.weight.shape)
     if grid.rows == skipped:
-        lists = kv_heads if group else x.query.shape[2]
-        yield slice(0, skipped), x.query.new_zeros(len(x.query), lists, skipped, grid.columns, dtype=grid.dtype)
+        share = x.query.new_zeros(len(x.query), x.query.shape[2], skipped, grid.columns, dtype=grid.dtype)
+        yield slice(0, skipped), grid.by_list(share)
     for at, share in shares(x, seen, grid.columns):
-        share = share.unflatten(1, (kv_heads, -1)).mean(2) if group else share
+        share = grid.by_list(share)
         first = at.start + skipped if at.start else 0
         yield slice(first, at.stop + skipped), F.pad(share, (0, 0, at.stop + skipped - first - share.shape[2], 0))
 

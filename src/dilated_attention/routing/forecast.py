@@ -37,21 +37,16 @@ class Forecast:
 
     Attributes:
         sampled: the rows (query blocks) of which the softmax of a few tokens is computed.
-        seen: these tokens' mean share of each key block, `(B, H, sampled, columns)`; 0 where the row may not choose the
-            block. The forecast of a row uses those of earlier rows only.
-        held: `(B, H, 3)`, for each of the three the sum of `seen` over its lists so far, plus log(FORECAST_PRIOR) /
+        seen: these tokens' mean share of each key block, `(B, lists, sampled, columns)`; 0 where the row may not choose
+            the block. The forecast of a row uses those of earlier rows only.
+        held: `(B, lists, 3)`, for each of the three the sum of `seen` over its lists so far, plus log(FORECAST_PRIOR) /
             FORECAST_RATE. The weights are softmax(FORECAST_RATE * held); they start at FORECAST_PRIOR.
-
-    Args:
-        group: average what the query heads of a KV head have seen; H is then the number of KV heads.
     """
 
-    def __init__(self, q: Queries, k: Keys, grid: Candidates, *, group: bool = False) -> None:
+    def __init__(self, q: Queries, k: Keys, grid: Candidates) -> None:
         self.grid = grid
         sampled = [i for i in range(1, grid.rows - 1) if i % max(1, 2 ** (i.bit_length() - 1) // FORECAST_ROWS) == 0]
-        seen = sampled_shares(q, k, sampled, grid)
-        if group:
-            seen = seen.unflatten(1, (k.shape[2], -1)).mean(2)
+        seen = grid.by_list(sampled_shares(q, k, sampled, grid))
         self.sampled = torch.tensor(sampled, dtype=torch.long, device=grid.device)
         self.seen = seen.masked_fill_(~grid.allowed[self.sampled], 0.0)
         prior = seen.new_tensor(FORECAST_PRIOR).log() / FORECAST_RATE

@@ -112,7 +112,8 @@ class Candidates(BlockGrid):
     """Describe the query blocks of one call: which key blocks each may choose (`allowed`) and always lists (`always`).
 
     `keep_diagonal`: always list the blocks of a query block's own tokens. `floor` is the least number of blocks per
-    query block, `scale` the factor of the scores, `dtype` the shares' dtype.
+    query block, `scale` the factor of the scores, `dtype` the shares' dtype. `kv_heads`: make one list for all query
+    heads of each of these KV heads; None: make one per query head.
     """
 
     keep_diagonal: bool
@@ -120,6 +121,11 @@ class Candidates(BlockGrid):
     scale: float  # of the scores
     dtype: torch.dtype  # of shares
     device: torch.device
+    kv_heads: int | None = None
+
+    def by_list(self, share: Tensor) -> Tensor:
+        """Return the shares (B, H, rows, columns) of heads as those of lists: the mean over the heads of a list."""
+        return share if self.kv_heads is None else share.unflatten(1, (self.kv_heads, -1)).mean(2)
 
     @cached_property
     def first_query(self) -> Tensor:
@@ -209,6 +215,7 @@ def candidates(
     keep_diagonal: bool,
     floor: int,
     scale: float | None = None,
+    per_kv_head: bool = False,
 ) -> Candidates:
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_meta:
@@ -228,7 +235,10 @@ def candidates(
     grid = BlockGrid.of(q.shape[1], block_size, is_causal)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return Candidates(grid.seq_len, grid.q_block, grid.k_block, is_causal, keep_diagonal, floor, scale, dtype, q.device)
+    return Candidates(
+        grid.seq_len, grid.q_block, grid.k_block, is_causal, keep_diagonal, floor, scale, dtype, q.device,
+        k.shape[2] if per_kv_head else None,
+    )  # fmt: skip
 
 
 def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:

@@ -53,17 +53,14 @@ def vertical_slash(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
     budget = grid.budget(density)
-    return grid.layout_of((at, score, budget[at]) for at, score in line_scores(q, k, grid, group=per_kv_head))
+    return grid.layout_of((at, score, budget[at]) for at, score in line_scores(q, k, grid))
 
 
-def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Iterator[tuple[slice, Tensor]]:
+def line_scores(q: Tensor, k: Tensor, grid: Candidates) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of rows (query blocks), in order, with score(i, J) of `vertical_slash`, (B, H, rows of the slice,
-    columns): the larger of the mean shares on key block J's column and on the diagonal through (i, J).
-
-    `group`: average the softmax over the query heads that share a KV head.
-    """
+    columns): the larger of the mean shares on key block J's column and on the diagonal through (i, J)."""
     own = grid.first_query // grid.k_block
     last = grid.columns - 1
     column = torch.arange(grid.columns, device=grid.device)
@@ -71,7 +68,7 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Itera
     shift = 0 if grid.is_causal else last
     sums: tuple[Tensor, ...] = ()
     weight = torch.zeros(grid.columns, dtype=grid.dtype, device=grid.device)
-    for at, share in _shares(q, k, grid, group):
+    for at, share in _shares(q, k, grid):
         if not sums:
             sums = share.new_zeros(*share.shape[:2], 1, grid.columns), share.new_zeros(*share.shape[:2], 1, offsets)
         diagonal = own[at, None] - column + shift
@@ -99,7 +96,7 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates, *, group: bool) -> Itera
             yield at, torch.maximum(vertical, slash.expand(-1, -1, diagonal.shape[2], -1).gather(3, diagonal))
 
 
-def _shares(q: Tensor, k: Tensor, grid: Candidates, group: bool) -> Iterator[tuple[slice, Tensor]]:
+def _shares(q: Tensor, k: Tensor, grid: Candidates) -> Iterator[tuple[slice, Tensor]]:
     """Yield (slice of query blocks, p_i(J) for these i, (B, H, blocks of the slice, columns)). p_i(J) is the softmax of
     the first query of query block i, summed over key block J."""
     weight = torch.ones(grid.rows, 1, dtype=grid.dtype, device=grid.device)
@@ -107,4 +104,4 @@ def _shares(q: Tensor, k: Tensor, grid: Candidates, group: bool) -> Iterator[tup
     seen = first + 1 if grid.is_causal else torch.full_like(first, grid.seq_len)
     sample = Sample(q[:, :: grid.q_block], weight, k, grid.k_block, grid.scale)
     for at, share in shares(sample, seen, grid.columns):
-        yield at, share.unflatten(1, (k.shape[2], -1)).mean(2) if group else share
+        yield at, grid.by_list(share)

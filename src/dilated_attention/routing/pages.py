@@ -58,11 +58,11 @@ def page_bounds(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
     page_size = checks.positive("page_size", page_size)
     if grid.k_block % page_size:
         raise ValueError(f"page_size={page_size} must divide the size of a key block, {grid.k_block}")
-    return largest_shares(q, k, density, grid, sample=_pages(q, k, grid, page_size), group=per_kv_head)
+    return largest_shares(q, k, density, grid, sample=_pages(q, k, grid, page_size))
 
 
 class PageBounds:

@@ -59,24 +59,24 @@ def topk_blocks(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
-    return largest_shares(q, k, density, grid, sample=pooled(q, k, grid), group=per_kv_head)
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
+    return largest_shares(q, k, density, grid, sample=pooled(q, k, grid))
 
 
 def largest_shares(
-    q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, group: bool, lookahead: bool = False
+    q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, lookahead: bool = False
 ) -> BlockLayout:
     """Choose as `topk_blocks` does, from shares that are estimated with the queries and keys in `sample`.
 
-    `group`: make one list per KV head (`per_kv_head`). When causal, the queries in `sample` that stand for a query
-    block end at the block's first one, and its shares are forecast from them as the package docstring of `routing`
-    says. With `lookahead` they are the block's own queries. Then, and without causality, nothing is forecast.
+    When causal, the queries in `sample` that stand for a query block end at the block's first one, and its shares are
+    forecast from them as the package docstring of `routing` says. With `lookahead` they are the block's own queries.
+    Then, and without causality, nothing is forecast.
     """
     budget = grid.budget(density)
-    forecast = Forecast(q, k, grid, group=group) if grid.is_causal and not lookahead else None
+    forecast = Forecast(q, k, grid) if grid.is_causal and not lookahead else None
     return grid.layout_of(
         (at, share if forecast is None else forecast(at, share, budget[at]), budget[at])
-        for at, share in estimated_shares(sample, grid, group=group)
+        for at, share in estimated_shares(sample, grid)
     )
 
 
@@ -119,7 +119,7 @@ def sampled_blocks(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
     queries = checks.integer("queries", queries, 1, grid.q_block)
     checks.boolean("lookahead", lookahead)
     number, first = torch.arange(queries, device=grid.device), grid.first_query[:, None]
@@ -130,7 +130,7 @@ def sampled_blocks(
         tokens = first + (number * length + length // 2) // queries
     weight = torch.full(tokens.shape, 1 / queries, dtype=grid.dtype, device=grid.device)
     sample = Sample(q[:, tokens.flatten()], weight, k, grid.k_block, grid.scale)
-    return largest_shares(q, k, density, grid, sample=sample, group=per_kv_head, lookahead=lookahead)
+    return largest_shares(q, k, density, grid, sample=sample, lookahead=lookahead)
 
 
 @selector
@@ -161,10 +161,10 @@ def topp_blocks(
         tensor([True, True, True, True])
     """
     check_share("mass", mass)
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
     least = grid.least()
 
-    forecast = Forecast(q, k, grid, group=per_kv_head) if is_causal else None
+    forecast = Forecast(q, k, grid) if is_causal else None
 
     def fewest(at: slice, share: Tensor) -> Tensor:
         ordered = ranked(share, grid.allowed[at], grid.always[at]).sort(dim=-1, descending=True).values
@@ -174,7 +174,7 @@ def topp_blocks(
         return torch.maximum((must | (before < mass) & (part > 0)).sum(-1), least[at])
 
     def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
-        for at, share in estimated_shares(pooled(q, k, grid), grid, group=per_kv_head):
+        for at, share in estimated_shares(pooled(q, k, grid), grid):
             share = share if forecast is None else forecast(at, share, fewest(at, share))
             yield at, share, fewest(at, share)
 
