@@ -637,8 +637,7 @@ def _attend_own(
 ) -> Tensor:
     """Compute a model's own attention, or attention over chosen blocks where `sparsify` asks for it.
 
-    q, k, v and the result are shaped as in `attention`. is_causal: what the model passes; it matters only without a
-    mask, see `_is_causal`. options: scale, dropout_p, sinks and softcap of `attention`.
+    q, k, v and the result are shaped as in `attention`. options: scale, dropout_p, sinks and softcap of `attention`.
     """
     shown, chosen, held = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None), ""
     if chosen is None or not chosen.serves(shown):
@@ -670,10 +669,7 @@ def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -
 
 
 def _attend_cached(seen: Visibility, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, **options: Any) -> Tensor:
-    """Attend from new tokens to the tokens in the cache and to themselves. Return out, shaped like q, 0 at padding.
-
-    `options`: scale and sinks of `cached_attention`.
-    """
+    """Attend from new tokens to the tokens in the cache and to themselves. Return out, shaped like q, 0 at padding."""
     q, k, v = as_autocast(q, k, v)  # as attention does by itself
     if seen.samples is None:
         return cached_attention(q, k, v, pattern, **options)
@@ -712,10 +708,7 @@ def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
 
 
 def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
-    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer.
-
-    is_causal: what the model passes; it matters only without a mask, see `_is_causal`.
-    """
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
     queries, keys = q.shape[1], k.shape[1]
     if mask is None:
         causal = _is_causal(module, is_causal) and queries > 1
@@ -731,10 +724,7 @@ def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bo
 
 
 def _visibility_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Visibility:
-    """Return what the mask of a dilated layer shows; without a mask, all tokens are real and none is cached.
-
-    is_causal: what the model passes; it must agree with the mask. Without a mask, see `_is_causal`.
-    """
+    """Return what the mask of a dilated layer shows; without a mask, all tokens are real and none is cached."""
     new, keys = q.shape[1], k.shape[1]
     if isinstance(mask, Shown):
         raise UnsupportedError(

@@ -441,10 +441,7 @@ def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options
 
 
 def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
-    """Return the configuration that a stack's weights, named `prefix` + ..., imply.
-
-    num_heads: may be None with xPos, whose weights tell it. options: `LongNetConfig` fields that weights do not tell.
-    """
+    """Return the configuration that a stack's weights imply. Arguments are as in `_attention_config`."""
     config = _attention_config(taken, f"{prefix}layers.0.self_attn.", num_heads, options)
     layers = {int(m[1]) for name in taken.tensors if (m := re.match(re.escape(prefix) + r"layers\.(\d+)\.", name))}
     hidden = taken.tensors.get(f"{prefix}layers.0.ffn.fc1.weight", torch.empty(4 * config.embed_dim, 0))

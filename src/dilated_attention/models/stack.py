@@ -213,29 +213,25 @@ class LongNetStack(Pretrained):
             samples = packed_counts(cu_seqlens, batch, seq if self.mesh is None else seq_len or 0)
             if self.mesh is None and positions is None and len(set(samples)) <= 1:  # nothing to pack
                 x = x.view(len(samples), max(samples, default=1), width)
-                states = self._run(x, None, places_of(self.config, self.mesh, x, None, None, seq_len), None, asked)
+                states = self._run(x, None, places_of(self.config, self.mesh, x, None, None, seq_len), asked)
                 return [state.reshape(1, -1, width) for state in states]
-            places = self._packed_places(x, positions, samples, seq_len)
-            return self._run(x, samples, places, cumulative(samples, x.device), asked)
+            return self._run(x, samples, self._packed_places(x, positions, samples, seq_len), asked)
         counts = None if lengths is None else checked_lengths(lengths, batch, seq)
         if counts is not None and all(count == seq for count in counts):
             counts = None  # nothing is padding
         places = places_of(self.config, self.mesh, x, positions, counts, seq_len)
         if counts is None:
-            return self._run(x, None, places, None, asked)
+            return self._run(x, None, places, asked)
         kept = within(counts, seq, x.device)
         if places is not None:
             places = (places[0].expand(batch, seq)[kept], places[1].expand(batch, seq)[kept])
-        states = self._run(x[kept][None], counts, places, cumulative(counts, x.device), asked)
+        states = self._run(x[kept][None], counts, places, asked)
         return [padded(state, kept) for state in states]
 
-    def _run(
-        self, x: Tensor, counts: list[int] | None, places: Places | None, cu_seqlens: Tensor | None, asked: _Asked
-    ) -> list[Tensor]:
+    def _run(self, x: Tensor, counts: list[int] | None, places: Places | None, asked: _Asked) -> list[Tensor]:
         """Return the states that `hidden` returns, packed if x is, and fill the cache. Packed samples may run in parts.
 
-        counts, cu_seqlens: for packed samples, the tokens of each sample and where they start; None: x is not packed.
-        places: from `places_of` or `_packed_places`; None: the model has no positions.
+        counts: the tokens of each packed sample; None: x is not packed. places: from `places_of` or `_packed_places`.
         """
         cache, seq_len = asked.cache, asked.seq_len
         apart = counts is not None and cache is None and asked.source is None and self.mesh is None
@@ -245,8 +241,9 @@ class LongNetStack(Pretrained):
             found = []
             for pack, tokens in runs:
                 some = None if places is None else (places[0][tokens], places[1][tokens])
-                found.append(self._run(x[:, tokens], pack, some, cumulative(pack, x.device), asked))
+                found.append(self._run(x[:, tokens], pack, some, asked))
             return [torch.cat(states, 1) for states in zip(*found, strict=True)]
+        cu_seqlens = None if counts is None else cumulative(counts, x.device)
         tables = tables_of(self.config, places, x)
         if cache is None:
             return self._blocks(x, tables, cu_seqlens, asked)
@@ -261,10 +258,7 @@ class LongNetStack(Pretrained):
         return states
 
     def _blocks(self, x: Tensor, tables: Tables | None, cu_seqlens: Tensor | None, asked: _Asked) -> list[Tensor]:
-        """Run the blocks and the norm, and return the states that `hidden` returns.
-
-        tables: the rotary tables of the tokens in x; None: no positions. cu_seqlens: None: x is not packed.
-        """
+        """Run the blocks and the norm, and return the states that `hidden` returns; cu_seqlens: for packed samples."""
         dropped = None
         if self.mesh is not None and self.training and self.config.dropout:
             dropped = ShardDropout(agreed_seed(self.mesh, x.device), sequence_range(asked.seq_len or 0, self.mesh)[0])
@@ -291,13 +285,9 @@ class LongNetStack(Pretrained):
     ) -> Places | None:
         """Return each token's position in its packed sample, and the origin of xPos, both `(tokens,)`.
 
-        The origin is the middle of the token's sample. Returns None in a model without positions.
-
-        Args:
-            x: the packed tokens, `(1, tokens, embed_dim)`; over a mesh, those of this shard.
-            positions: must be None, else an UnsupportedError is raised.
-            counts: the tokens of each sample; over a mesh, of the whole sequence.
-            seq_len: over a mesh, the length of the whole sequence.
+        The origin is the middle of the token's sample. Returns None in a model without positions. Raises
+        UnsupportedError if `positions` are given. Over a mesh x is this rank's shard, and counts (the tokens of each
+        sample) and seq_len are those of the whole sequence.
         """
         if self.config.rotary is None:
             return None

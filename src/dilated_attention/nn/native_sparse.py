@@ -242,8 +242,8 @@ class NativeSparseAttention(SelectingAttention):
     ) -> tuple[Tensor, Tensor]:
         """Return the compressed keys and values of the whole sequence, on every rank.
 
-        Rank i holds tokens [edges[i], edges[i + 1]); `rank` is this one. Each rank applies W_1 to its own tokens of a
-        block, and the ranks' results are added. The rank with a block's last token gives the key's rotary tables.
+        Each rank applies W_1 to its own tokens of a block, and the ranks' results are added. The rank with a block's
+        last token gives the key's rotary tables. `edges`, `rank`: from `_edges`.
         """
         assert self.mesh is not None
         pooling, start = self.key_pooling, edges[rank]
@@ -291,10 +291,6 @@ class NativeSparseAttention(SelectingAttention):
 
         It is the softmax over the compressed keys, summed over the query heads of a KV head. Each stride of a block
         adds the probabilities of all compressed keys that cover it. A query that sees no compressed key gets 0.
-
-        Args:
-            q: the queries of tokens `first`, `first + query_block`, and so on, `(batch, queries, heads, head_dim)`.
-            key: the compressed keys, `(batch, compressed, kv_heads, head_dim)`.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
         queries, step = q.shape[1], self.query_block

@@ -293,7 +293,7 @@ class SelectingAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
     def _edges(self, x: Tensor) -> tuple[list[int], int]:
-        """Return where each rank's shard of x begins, with the sequence's end, and this rank (0 without a mesh).
+        """Return (edges, rank): rank i holds the tokens [edges[i], edges[i + 1]) of x; `rank` is this one.
 
         Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
         """
@@ -369,7 +369,7 @@ class SelectingAttention(nn.Module):
         Args:
             q: the queries of this rank's tokens.
             key: the pooled keys of the whole sequence, see `_importance`.
-            edges, rank: from `_edges`. Rank i holds tokens [edges[i], edges[i + 1]).
+            edges, rank: from `_edges`.
         """
         start = edges[rank]
         first = -start % self.query_block
@@ -390,11 +390,8 @@ class SelectingAttention(nn.Module):
         first: int,
         key: Float[Tensor, "batch rows kv_heads head_dim"],
     ) -> Int[Tensor, "batch lists queries chosen"]:
-        """Return the blocks that these queries see, filled up with -1: the largest of `_importance`.
-
-        The queries are those of tokens `first`, `first + query_block`, and so on. key: the pooled keys, see
-        `_importance`.
-        """
+        """Return the blocks that these queries see, filled up with -1: the largest of `_importance`, whose arguments it
+        takes."""
         queries, step = q.shape[1], self.query_block
         blocks = (first + (queries - 1) * step) // self.block_size + 1
         own = torch.arange(first, first + queries * step, step, device=q.device) // self.block_size
