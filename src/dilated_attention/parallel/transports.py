@@ -70,75 +70,75 @@ class _Round(Counted):
         return sums
 
 
+Steps = TypeVar("Steps")
+
+
 @dataclass(frozen=True)
-class _Tables(Counted):
-    """Hold what a rank computes alone, and its transfers by round. A round without rows is left out."""
-
+class _Tables(Counted, Generic[Steps]):
     local: Local
-    rounds: dict[int, _Round]
+    steps: Steps
 
 
-Made = TypeVar("Made", bound=Counted)
-
-
-class _Schedule(Generic[Made]):
+class _Schedule(Generic[Steps]):
     """Base class of schedules, for one sharding on one rank.
 
     A subclass defines `make` and two generators. `forward(k, v)` yields the parts to compute and returns a tensor to
     save. `backward(k, v, saved)` yields parts, is sent each part's (dk, dv), and returns (dk, dv) of the shard. Both
-    read `self.tables`, which `make` has made or the cache has kept.
+    read `self.local`, what the rank computes alone, and `self.steps`, its transfers, which `make` has made or the cache
+    has kept.
 
-    `row_bytes`: the bytes of a message's row. `Made`: the type of the tables that `make` returns.
+    `row_bytes`: the bytes of a message's row.
     """
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
         self.link, seal = link, seal_rows(row_bytes)
         key = (type(self).__name__, sharding, link.rank, seal, device)
-        self.tables = plan_cache.get(key, lambda: self.make(sharding, link.rank, seal, device))
+        tables = plan_cache.get(
+            key,
+            lambda: _Tables(Local.of(sharding, link.rank, device), self.make(sharding, link.rank, seal, device)),
+        )
+        self.local, self.steps = tables.local, tables.steps
 
     @staticmethod
-    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> Made:
-        """Return the tables of a rank: what it computes, sends and receives. `seal`: how many rows a message's seal
-        takes."""
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> Steps:
+        """Return the transfers of a rank. `seal`: how many rows a message's seal takes."""
         raise NotImplementedError
 
 
-class Exchange(_Schedule[_Tables]):
+class Exchange(_Schedule[_Round | None]):
     """Run one all_to_all: every row that a rank needs comes once, from its owner."""
 
     @staticmethod
-    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
-        local = Local.of(sharding, rank, device)
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Round | None:
         if not partition.crosses(sharding):  # on no rank: nobody calls the collective
-            return _Tables(local, {})
+            return None
         source = block_partition if sharding.layouts else partition
         keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
         sent, received = Framing.of(splits, seal), Framing.of(partition.owner_splits(sharding, keys), seal)
         own = Own.of(sharding, rank, sent_keys, sent.positions, sent.rows, device)
-        gathers = gathers_of(sharding, rank, keys, received.positions, device)
-        return _Tables(local, {0: _Round(own, gathers, sent, received, sent)})
+        return _Round(own, gathers_of(sharding, rank, keys, received.positions, device), sent, received, sent)
 
     def _send(self, step: _Round, k: Tensor, v: Tensor) -> Transfer:
         return self.link.all_to_all(step.own.pack(k, v), step.sent, step.received, "in forward's exchange")
 
     def forward(self, k: Tensor, v: Tensor) -> ForwardParts:
-        step = self.tables.rounds.get(0)
-        transfer = self._send(step, k, v) if step else None
-        yield from self.tables.local.forward(k, v)
-        if not step or not transfer:
+        if not self.steps:
+            yield from self.local.forward(k, v)
             return k.new_empty(0)
+        transfer = self._send(self.steps, k, v)
+        yield from self.local.forward(k, v)
         rows = transfer.wait()
-        yield from step.forward(rows)
+        yield from self.steps.forward(rows)
         return rows
 
     def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
-        step = self.tables.rounds.get(0)
+        step = self.steps
         if not step:
-            return (yield from self.tables.local.backward(k, v))
+            return (yield from self.local.backward(k, v))
         sums = yield from step.backward(saved)
         what = "in backward's return of gradients"
         transfer = self.link.all_to_all(sums, step.received, step.returned, what)
-        dk, dv = yield from self.tables.local.backward(k, v)
+        dk, dv = yield from self.local.backward(k, v)
         step.own.add(transfer.wait(), dk, dv)
         return dk, dv
 
@@ -147,24 +147,24 @@ class AllGather(Exchange):
     """Run one all_gather: every rank gets each rank's rows that some other rank needs, padded to the longest list."""
 
     @staticmethod
-    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Round | None:
         size, source = sharding.world_size, block_partition if sharding.layouts else partition
-        local, keys = Local.of(sharding, rank, device), [source.contributed_keys(sharding, j) for j in range(size)]
+        keys = [source.contributed_keys(sharding, j) for j in range(size)]
         longest = max([len(x) for x in keys])
         if not longest:
-            return _Tables(local, {})
+            return None
         sent, everyone = Framing.of({rank: longest}, seal), Framing.of([longest] * size, seal)
         own = Own.of(sharding, rank, keys[rank], np.arange(len(keys[rank])), sent.rows, device)
         positions = np.concatenate([np.arange(len(x)) + j * sent.rows for j, x in enumerate(keys)])
         gathers = gathers_of(sharding, rank, np.concatenate(keys), positions, device)
-        return _Tables(local, {0: _Round(own, gathers, sent, everyone, everyone)})
+        return _Round(own, gathers, sent, everyone, everyone)
 
     def _send(self, step: _Round, k: Tensor, v: Tensor) -> Transfer:
         message = step.own.pack(k, v, k.new_zeros(step.sent.rows, 2, k.shape[0], k.shape[3]))
         return self.link.all_gather(message, step.sent, "in forward's all_gather")
 
 
-class Ring(_Schedule[_Tables]):
+class Ring(_Schedule[dict[int, _Round]]):
     """Send rows point to point, to one peer per step; at most two peers' rows are in memory at a time.
 
     In step d = 1, 2, ... rank j sends rows to rank j + d (modulo the number of ranks). No rows are kept for the
@@ -173,8 +173,11 @@ class Ring(_Schedule[_Tables]):
     """
 
     @staticmethod
-    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
-        """Return the rounds by distance: rows go `distance` ranks ahead and come from `distance` ranks behind."""
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> dict[int, _Round]:
+        """Return the rounds by distance: rows go `distance` ranks ahead and come from `distance` ranks behind.
+
+        A round without rows is left out.
+        """
         size, source = sharding.world_size, block_partition if sharding.layouts else partition
         keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
         arriving = np.split(keys, np.cumsum(partition.owner_splits(sharding, keys))[:-1])
@@ -188,10 +191,10 @@ class Ring(_Schedule[_Tables]):
                 own = Own.of(sharding, rank, go, sent.positions, sent.rows, device)
                 gathers = gathers_of(sharding, rank, come, received.positions, device, sharding.shard(behind))
                 rounds[distance] = _Round(own, gathers, sent, received, sent)
-        return _Tables(Local.of(sharding, rank, device), rounds)
+        return rounds
 
     def _fetch(self, distance: int, k: Tensor, v: Tensor, phase: str) -> Transfer | None:
-        step = self.tables.rounds.get(distance)
+        step = self.steps.get(distance)
         if step is None:
             return None
         return self.link.swap(step.own.pack(k, v), step.sent, step.received, f"in {phase}'s ring step {distance}")
@@ -206,11 +209,11 @@ class Ring(_Schedule[_Tables]):
             rows = transfer.wait() if transfer else None
             transfer = self._fetch(distance + 1, k, v, phase)
             if rows is not None:
-                yield distance, self.tables.rounds[distance], rows
+                yield distance, self.steps[distance], rows
 
     def forward(self, k: Tensor, v: Tensor) -> ForwardParts:
         first = self._fetch(1, k, v, "forward")
-        yield from self.tables.local.forward(k, v)
+        yield from self.local.forward(k, v)
         for _, step, rows in self._rows(k, v, "forward", first):
             yield from step.forward(rows)
         return k.new_empty(0)
@@ -224,7 +227,7 @@ class Ring(_Schedule[_Tables]):
                 returning[0].own.add(returning[1].wait(), dk, dv)
             what = f"in backward's return of ring step {distance}"
             returning = step, self.link.swap(sums, step.received, step.returned, what)
-        local_dk, local_dv = yield from self.tables.local.backward(k, v)
+        local_dk, local_dv = yield from self.local.backward(k, v)
         if returning:
             returning[0].own.add(returning[1].wait(), dk, dv)
         return dk.add_(local_dk), dv.add_(local_dv)
@@ -245,17 +248,7 @@ class _Hop(Counted):
     gathers: tuple[Gather, ...]
 
 
-@dataclass(frozen=True)
-class _DoublingTables(Counted):
-    """Hold what a rank computes alone (`local`), and describe the buffer of all rounds: this rank's rows (`own`), then
-    each round's received message with its seal (see `Framing`)."""
-
-    local: Local
-    own: Own
-    hops: tuple[_Hop, ...]
-
-
-class Doubling(_Schedule[_DoublingTables]):
+class Doubling(_Schedule[tuple[Own, tuple[_Hop, ...]]]):
     """Exchange rows by recursive doubling: in round i = 0, 1, ... each rank swaps rows with one peer, rank XOR 2^i.
 
     The ranks form blocks of 2^i neighbours. In round i, two sibling blocks give each other their rows of the segments
@@ -267,7 +260,9 @@ class Doubling(_Schedule[_DoublingTables]):
     """
 
     @staticmethod
-    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _DoublingTables:
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> tuple[Own, tuple[_Hop, ...]]:
+        """Return (own, hops), which describe the buffer of all rounds: this rank's rows, then each round's received
+        message with its seal (see `Framing`)."""
         rounds, found = partition.doubling_rounds(sharding), partition.crossings(sharding, rank)
         held = partition.doubling_keys(sharding, rank, 0) if rounds else np.empty(0, dtype=np.int64)
         positions: Integers = np.arange(len(held))
@@ -284,22 +279,23 @@ class Doubling(_Schedule[_DoublingTables]):
             gathers = gathers_of(sharding, rank, held, positions, device, found=done)
             hops.append(_Hop(send, sent, received, edge, edge + received.rows, gathers))
             edge += received.rows
-        return _DoublingTables(Local.of(sharding, rank, device), own, tuple(hops))
+        return own, tuple(hops)
 
     def _send(self, level: int, buffer: Tensor) -> Transfer | None:
-        if level == len(self.tables.hops):
+        _, hops = self.steps
+        if level == len(hops):
             return None
-        hop = self.tables.hops[level]
+        hop = hops[level]
         message = buffer.new_empty(hop.sent.rows, *buffer.shape[1:])
         torch.index_select(buffer, 0, hop.send, out=message[: len(hop.send)])
         what = f"in forward's doubling round {level}"
         return self.link.swap(message, hop.sent, hop.received, what, buffer[hop.start : hop.stop])
 
     def forward(self, k: Tensor, v: Tensor) -> ForwardParts:
-        own, hops = self.tables.own, self.tables.hops
+        own, hops = self.steps
         buffer = k.new_empty(hops[-1].stop if hops else own.size, 2, k.shape[0], k.shape[3])
         transfer = self._send(0, own.pack(k, v, buffer))
-        yield from self.tables.local.forward(k, v)
+        yield from self.local.forward(k, v)
         for level, hop in enumerate(hops):
             assert transfer is not None
             transfer.wait()
@@ -309,7 +305,7 @@ class Doubling(_Schedule[_DoublingTables]):
         return buffer
 
     def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
-        own, hops = self.tables.own, self.tables.hops
+        own, hops = self.steps
         sums = torch.zeros(saved.shape, dtype=statistic(k.dtype), device=k.device)
         transfer: Transfer | None = None
         for level, hop in reversed(list(enumerate(hops))):
@@ -322,7 +318,7 @@ class Doubling(_Schedule[_DoublingTables]):
                 sums = sums[: hop.stop].clone()
             what = f"in backward's doubling round {level}"
             transfer = self.link.swap(sums[hop.start : hop.stop], hop.received, hop.sent, what)
-        dk, dv = yield from self.tables.local.backward(k, v)
+        dk, dv = yield from self.local.backward(k, v)
         if transfer:
             sums.index_add_(0, hops[0].send, transfer.wait()[: len(hops[0].send)])
         own.add(sums[: own.size], dk, dv)
