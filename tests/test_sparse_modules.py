@@ -19,8 +19,8 @@ from dilated_attention.nn import (
     SelectionCache,
     rotary_tables,
     rotate,
-    selection,
 )
+from dilated_attention.routing import estimates
 
 HEAD_DIM = 4
 
@@ -237,7 +237,7 @@ def test_nothing_looks_ahead(kind):
 def test_pieces_and_single_precision(kind, monkeypatch):
     module, x = made(kind, CASES[2])
     whole = module(x)
-    monkeypatch.setattr(selection, "CHUNK", 1)
+    monkeypatch.setattr(estimates, "CHUNK", 1)
     torch.testing.assert_close(module(x), whole, rtol=0, atol=1e-13)
     assert module.to(torch.bfloat16)(x.to(torch.bfloat16)).isfinite().all()
 

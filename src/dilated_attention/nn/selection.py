@@ -27,9 +27,7 @@ from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
 from dilated_attention.ranking import stable_topk
-
-CHUNK = 2**24
-"""The most scores that are in memory at a time while queries select."""
+from dilated_attention.routing.estimates import slices
 
 
 def largest_blocks(
@@ -56,19 +54,6 @@ def largest_blocks(
     ranked = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
     indices = stable_topk(ranked, min(number, len(block)))[1]
     return indices.masked_fill(indices > own, -1)
-
-
-def pieces(queries: int, scores: int) -> Iterator[slice]:
-    """Yield slices that cover `queries` queries. A slice has at most `CHUNK` scores, unless one query has more.
-
-    `scores`: the number of scores per query.
-    """
-    step = max(1, CHUNK // max(1, scores))
-    if queries <= step:  # then a graph need not know the number
-        yield slice(0, queries)
-        return
-    for start in range(0, queries, step):
-        yield slice(start, min(start + step, queries))
 
 
 class Rows:
@@ -397,7 +382,7 @@ class SelectingAttention(nn.Module):
         own = torch.arange(first, first + queries * step, step, device=q.device) // self.block_size
         chosen = [
             largest_blocks(self._importance(q[:, at], first + at.start * step, key, blocks), own[at], **self.choice)
-            for at in pieces(queries, q.shape[0] * q.shape[2] * max(blocks, key.shape[1]))
+            for at in slices(0, queries, q.shape[0] * q.shape[2] * max(blocks, key.shape[1]))
         ]
         return torch.cat(chosen, 2)
 

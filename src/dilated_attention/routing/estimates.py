@@ -83,17 +83,16 @@ def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tenso
     if x.first_key is not None and not fast:
         x = x._replace(key=torch.cat([x.first_key, x.key[:, 1:]], 1), first_key=None)
     scores = batch * heads * columns
-    step, held = max(1, CHUNK // (4 * scores)), max(1, CHUNK // (scores * parts * x.peaks))
-    for start in range(0, rows, step):
-        at = slice(start, min(start + step, rows))
+    held = max(1, CHUNK // (scores * parts * x.peaks))
+    for at in slices(0, rows, 4 * scores):
         if fast:
-            query = x.query[:, start * parts * x.joined :]
+            query = x.query[:, at.start * parts * x.joined :]
             yield at, compiled.shares(
                 query, x.key, x.weight[at], seen[at], columns, x.peaks,
                 first_key=x.first_key, logarithm=x.logarithm, joined=x.joined, scale=x.scale,
             )  # fmt: skip
         else:
-            found = [_shares(x, inner, seen[inner], columns, most) for inner, most in pieces(seen[at], held, start)]
+            found = [_shares(x, inner, seen[inner], columns, most) for inner, most in pieces(seen[at], held, at.start)]
             yield at, torch.cat(found, 2)
 
 
@@ -163,6 +162,19 @@ def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
     some = x[:, first:last]
     rows = F.pad(some, (0, 0, 0, 0, 0, last - first - some.shape[1])).unflatten(1, (at.stop - at.start, joined))
     return (rows.flip(2) if turned and joined > 1 else rows).transpose(2, 3).flatten(3)
+
+
+def slices(start: int, stop: int, scores: int) -> Iterator[slice]:
+    """Yield slices that cover [start, stop). A slice has at most `CHUNK` scores, unless one row has more.
+
+    `scores`: the number of scores per row.
+    """
+    step = max(1, CHUNK // max(1, scores))
+    if 0 < stop - start <= step:  # then a graph need not know the number
+        yield slice(start, stop)
+        return
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
 
 
 def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.ranking import stable_topk
-from dilated_attention.routing import estimates
+from dilated_attention.routing.estimates import slices
 from dilated_attention.routing.grid import Keys, Queries
 
 
@@ -84,7 +83,7 @@ class Indexer(nn.Module):
         seq_len = x.shape[1]
         new = seq_len if new is None else checks.integer("new", new, 0, seq_len)
         chosen = [torch.empty(x.shape[0], 0, min(self.top_k, seq_len), dtype=torch.int64, device=x.device)]
-        for at in self._pieces(x, seq_len - new):
+        for at in slices(seq_len - new, seq_len, x.shape[0] * seq_len * self.num_heads):
             index = self._index(x, at)
             index = F.pad(index, (0, seq_len - index.shape[-1]), value=-torch.inf)
             values, indices = stable_topk(index, min(self.top_k, seq_len))
@@ -113,12 +112,12 @@ class Indexer(nn.Module):
             raise ValueError(f"x has no tokens to learn from: shape {tuple(x.shape)}")
         x, q, k = x.detach(), q.detach(), k.detach()
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        part = partial(self._divergence, x, q, k, scale)
+        part, rows = partial(self._divergence, x, q, k, scale), x.shape[0] * x.shape[1]
         parts = [
             checkpoint(part, at, use_reentrant=False) if torch.is_grad_enabled() else part(at)
-            for at in self._pieces(x, 0, heads=q.shape[2])
+            for at in slices(0, x.shape[1], rows * max(q.shape[2], self.num_heads))
         ]
-        return torch.stack(parts).sum() / (x.shape[0] * x.shape[1])
+        return torch.stack(parts).sum() / rows
 
     def _check(self, x: Tensor) -> None:
         width = self.key.in_features
@@ -146,8 +145,3 @@ class Indexer(nn.Module):
             index = torch.einsum("bjqs,bqj->bqs", score, weight) * self.head_dim**-0.5
         token = torch.arange(at.stop, device=x.device)
         return index.masked_fill(token > token[at, None], -torch.inf)
-
-    def _pieces(self, x: Tensor, start: int, heads: int = 0) -> Iterator[slice]:
-        step = max(1, estimates.CHUNK // max(1, x.shape[0] * x.shape[1] * max(heads, self.num_heads)))
-        for first in range(start, x.shape[1], step):
-            yield slice(first, min(first + step, x.shape[1]))

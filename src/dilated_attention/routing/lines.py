@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.routing import estimates
-from dilated_attention.routing.estimates import Sample, shares
+from dilated_attention.routing.estimates import Sample, shares, slices
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
 
 KEPT = 0.9  # lost less of a small language model's attention than 1, 0.7 and 0.4 (docs/notebook.md)
@@ -89,9 +88,7 @@ def line_scores(q: Tensor, k: Tensor, grid: Candidates) -> Iterator[tuple[slice,
         low, high = reach.clamp(min=0), reach.clamp(max=0) + last  # b_i must lie between them
         number = torch.searchsorted(own, high, right=True) - torch.searchsorted(own, low)
         vertical, slash = sums[0] / grid.rows, sums[1] / number.clamp(min=1)
-        step = max(1, estimates.CHUNK // vertical.numel())
-        for start in range(0, grid.rows, step):
-            at = slice(start, min(start + step, grid.rows))
+        for at in slices(0, grid.rows, vertical.numel()):
             diagonal = (own[at, None] - column + last).expand(*vertical.shape[:2], -1, -1)
             yield at, torch.maximum(vertical, slash.expand(-1, -1, diagonal.shape[2], -1).gather(3, diagonal))
 
