@@ -21,13 +21,12 @@ class Configuration:
     A subclass is the dataclass, and may set three class variables. The fields in `nested` are objects in the JSON text,
     or null; each is mapped to the object's dataclass, or to a function (fields, where) that makes it from its dict of
     fields; `where` begins its error messages. Fields in `newer` may be missing, as in files of earlier versions, and
-    then have their defaults. `presets` holds the fields of published configurations by name.
+    then have their defaults, which reproduce what those versions did. `presets` holds the fields of published
+    configurations by name.
     """
 
     nested: ClassVar[Mapping[str, Any]] = {}
-    """For each nested field, the dataclass of its object, or a function that reads it."""
     newer: ClassVar[frozenset[str]] = frozenset()
-    """The fields that files of earlier versions lack. Their defaults reproduce what those versions did."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def to_json(self) -> str:

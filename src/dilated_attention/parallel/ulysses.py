@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -55,15 +56,9 @@ class Ulysses:
 
         `leaving`, `arriving`: the number of rows to and from each rank, as in `Link.moved`.
         """
-        packed = torch.cat([_packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
+        # A view of bytes requires strides that follow from the shape, also in dimensions of size 1.
+        packed = partial(torch.clone, memory_format=torch.contiguous_format)
+        message = torch.cat([packed(x).flatten(1).view(torch.uint8) for x in rows], 1)
         widths = [x.shape[1:].numel() * x.element_size() for x in rows]
-        parts = self.link.moved(packed, leaving, arriving, what).split(widths, 1)
-        return [
-            y.clone(memory_format=torch.contiguous_format).view(x.dtype).unflatten(1, x.shape[1:])
-            for x, y in zip(rows, parts, strict=True)
-        ]
-
-
-def _packed(x: Tensor) -> Tensor:
-    """Return a copy whose strides follow from its shape, also in dimensions of size 1, as a view of bytes requires."""
-    return x.clone(memory_format=torch.contiguous_format)
+        parts = self.link.moved(message, leaving, arriving, what).split(widths, 1)
+        return [packed(y).view(x.dtype).unflatten(1, x.shape[1:]) for x, y in zip(rows, parts, strict=True)]
