@@ -383,8 +383,8 @@ def _without_windows(config: Any) -> str:
     if not kinds:
         return f"{conflict}; make the model with config.sliding_window = None"
     rotations = getattr(config, "rope_parameters", None) or {}
-    by_kind = kinds & set(rotations)
-    if by_kind and any(rotations[kind] != rotations.get("full_attention") for kind in by_kind):
+    also = ""
+    if any(rotations[kind] != rotations.get("full_attention") for kind in kinds & set(rotations)):
         if len(kinds) > 1:
             return (
                 f"{conflict}, and the rotary positions of {' and '.join(sorted(kinds))} layers differ, so that no "
@@ -392,8 +392,6 @@ def _without_windows(config: Any) -> str:
             )
         (kind,) = kinds
         also = f' and config.rope_parameters["full_attention"] = config.rope_parameters["{kind}"]'
-    else:
-        also = ""
     return (
         f'{conflict}; make the model with config.layer_types = ["full_attention"] * config.num_hidden_layers{also}. '
         "Compare its logits with this model's on a text shorter than the window: in some models a layer's type "
