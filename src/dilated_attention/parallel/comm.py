@@ -386,7 +386,9 @@ class Link:
     def received(self, transfer: Transfer) -> None:
         """Check the seals of received messages before any row is used; raise an error if one is wrong."""
         expected = torch.tensor(transfer.seal, device=transfer.buffer.device)
-        seals = self._seals(transfer.buffer, transfer.framing)
+        where = torch.from_numpy(transfer.framing.seals).to(transfer.buffer.device)
+        sealed = transfer.buffer.flatten(1).view(torch.uint8)[where].flatten(1)[:, :_SEAL_BYTES]
+        seals = sealed.flatten().view(torch.int64).view(-1, 2)  # (messages, 2): hash and number
         right = (seals == expected).all(1)
         if transfer.buffer.device.type == "cuda":
             # Reading the answer would stall the stream; the device traps instead, and no wrong result leaves it.
@@ -459,12 +461,6 @@ class Link:
                 if int(call) == self.calls:
                     refusals += f"; rank {j} refused the call: {problem}"
         return refusals or f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}"
-
-    def _seals(self, buffer: Tensor, framing: Framing) -> Tensor:
-        """Return the seals in a buffer, int64 `(messages, 2)`: the hash and the transfer's number (see `Framing`)."""
-        where = torch.from_numpy(framing.seals).to(buffer.device)
-        found = buffer.flatten(1).view(torch.uint8)[where].flatten(1)
-        return found[:, :_SEAL_BYTES].flatten().view(torch.int64).view(-1, 2)
 
     def _write_seals(self, buffer: Tensor, framing: Framing, seal: tuple[int, int]) -> None:
         if framing.rows:

@@ -207,7 +207,19 @@ def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
     """Return the queries and keys that represent the blocks: means of queries, keys with high scores, and the mean of
     the other keys, as the docstring of `routing` describes under "Estimate"."""
     query, weight = pooled_queries(q, grid)
-    key, logarithm = _pooled_keys(k, _direction(query, weight, k.shape[2], grid), grid)
+    # The peaks of a key block score highest along its direction, the mean query of each KV head. When causal, it is the
+    # mean over the query blocks up to the first one that may choose the key block. (B, columns or 1, kv_heads, D)
+    rows = torch.einsum("biahd,ia->bihd", query, weight * grid.scale).unflatten(2, (k.shape[2], -1)).mean(3)
+    if grid.is_causal:
+        so_far = rows.cumsum(1) / torch.arange(1, grid.rows + 1, device=grid.device)[:, None, None]
+        direction = so_far[:, grid.first_chooser]
+    else:
+        direction = rows.mean(1, keepdim=True)
+    number = min(KEY_PEAKS, grid.k_block)
+    present = (grid.seq_len - torch.arange(grid.columns, device=grid.device) * grid.k_block).clamp(max=grid.k_block)
+    peak_count = (torch.arange(number, device=grid.device) < present[:, None]).to(grid.dtype)
+    logarithm = torch.cat([peak_count, (present - number).clamp(min=0)[:, None]], 1).log()
+    key, *_ = block_peaks(k, direction, grid.k_block, number)
     return Sample(query.flatten(1, 2), weight, key.flatten(1, 2), key.shape[2], grid.scale, logarithm=logarithm)
 
 
@@ -220,35 +232,6 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
         query = torch.cat([query, q[:, :: grid.q_block, None].to(grid.dtype)], dim=2)
         size = F.pad((size > 0).to(grid.dtype), (0, 1), value=1.0)
     return query, (size / size.sum(-1, keepdim=True)).to(grid.dtype)
-
-
-def _direction(query: Tensor, weight: Tensor, kv_heads: int, grid: Candidates) -> Tensor:
-    """Return, for each KV head, the mean of its pooled queries, times the scale: (B, 1, kv_heads, D). The peaks of a
-    key block are the keys that score highest along it.
-
-    When causal, return it for each key block, as the mean over the query blocks up to the first one that may choose the
-    key block: (B, columns, kv_heads, D).
-    """
-    rows = torch.einsum("biahd,ia->bihd", query, weight * grid.scale).unflatten(2, (kv_heads, -1)).mean(3)
-    if not grid.is_causal:
-        return rows.mean(1, keepdim=True)
-    so_far = rows.cumsum(1) / torch.arange(1, grid.rows + 1, device=grid.device)[:, None, None]
-    return so_far[:, grid.first_chooser]
-
-
-def _pooled_keys(k: Tensor, direction: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
-    """Return the pooled keys of each block and the logarithm of how many tokens each of them represents.
-
-    The keys are the block's peaks (those with the highest scores along `direction`) and the mean of its other keys, (B,
-    columns, peaks + 1, kv_heads, D); the logarithms are (columns, peaks + 1).
-    """
-    number = min(KEY_PEAKS, grid.k_block)
-    column = torch.arange(grid.columns, device=grid.device) * grid.k_block
-    present = (grid.seq_len - column).clamp(max=grid.k_block)
-    others = (present - number).clamp(min=0)
-    peak_count = (torch.arange(number, device=grid.device) < present[:, None]).to(direction.dtype)
-    logarithm = torch.cat([peak_count, others[:, None]], 1).log()
-    return block_peaks(k, direction, grid.k_block, number)[0], logarithm
 
 
 def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
