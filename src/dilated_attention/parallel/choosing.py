@@ -143,9 +143,7 @@ def _joined(
     if layout is not None:
         own = layout.counts.expand(batch, -1, -1).transpose(0, 1).flatten(1)
     counts = link.whole(own, heads, "in the exchange of list lengths").unflatten(1, (batch, rows)).transpose(0, 1)
-    ends = [0]
-    for *_, entries in facts:
-        ends.append(ends[-1] + max(0, entries))
+    ends = list(accumulate((max(0, entries) for *_, entries in facts), initial=0))
     indices = torch.empty(0, dtype=torch.int64, device=device) if layout is None else layout.indices
     indices = link.whole(indices[:, None], ends, "in the exchange of lists").flatten()
     # a rank's lists come sample by sample
