@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention import attention, explain, routing
+from dilated_attention import attention, explain, ranking, routing
 from dilated_attention.layout import BlockLayout
 from dilated_attention.routing import LearnedRouter, estimates, forecast
 from dilated_attention.routing.grid import candidates
@@ -186,7 +186,7 @@ def test_chunks_do_not_change_the_choice(name, is_causal, monkeypatch):
     q, k = make(700, 4, 2)
     route = routers((32, 16), is_causal)[name]
     whole = route(q, k)
-    monkeypatch.setattr(estimates, "CHUNK", 1)
+    monkeypatch.setattr(ranking, "CHUNK", 1)
     assert route(q, k) == whole
 
 
@@ -288,7 +288,7 @@ def test_a_forecast_sees_the_softmax_of_its_tokens(monkeypatch):
     sampled = [1, 2, 5, 9, 19]
     expected = share_of(q, k, BlockLayout.local(333, 1, (16, 48)), True)[:, :, sampled]
     for chunk in (2**24, 1):
-        monkeypatch.setattr(estimates, "CHUNK", chunk)
+        monkeypatch.setattr(ranking, "CHUNK", chunk)
         got = forecast.sampled_shares(q, k, sampled, grid)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 

@@ -14,10 +14,11 @@ from dilated_attention import (
     UnsupportedError,
     attention_weights,
     block_sparse_attention,
+    ranking,
     routing,
 )
 from dilated_attention.decoding import listed_attention
-from dilated_attention.routing import antidiagonal, estimates, forecast, lines, pages
+from dilated_attention.routing import antidiagonal, forecast, lines, pages
 from dilated_attention.routing.estimates import estimated_shares
 from dilated_attention.routing.grid import candidates
 
@@ -124,7 +125,7 @@ def test_columns_and_diagonals(seq_len, block_size, heads, kv_heads, is_causal, 
                 slash = {i: shares[i][j] for i, j in at.items() if 0 <= j < grid.columns}
                 expected[sample, head, row, c] = max(mean(vertical, row), mean(slash, row))
     for chunk in (2**24, 1):
-        monkeypatch.setattr(estimates, "CHUNK", chunk)
+        monkeypatch.setattr(ranking, "CHUNK", chunk)
         found = torch.cat([score for _, score in lines.line_scores(q, k, grid)], 2)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     grid = candidates(q, k, block_size, is_causal, True, 1, per_kv_head=True)
@@ -278,7 +279,7 @@ def test_the_indexer_by_its_definition(monkeypatch):
     parameters = list(indexer.parameters())
     wanted = torch.autograd.grad(expected, parameters)
     for chunk in (2**24, 1):
-        monkeypatch.setattr(estimates, "CHUNK", chunk)
+        monkeypatch.setattr(ranking, "CHUNK", chunk)
         loss = indexer.loss(x, q, k)
         torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
         for found, reference in zip(torch.autograd.grad(loss, parameters), wanted, strict=True):

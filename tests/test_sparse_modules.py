@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilated_attention import Dilated
+from dilated_attention import Dilated, ranking
 from dilated_attention.nn import (
     BlockAttentionMixture,
     NativeSparseAttention,
@@ -20,7 +20,6 @@ from dilated_attention.nn import (
     rotary_tables,
     rotate,
 )
-from dilated_attention.routing import estimates
 
 HEAD_DIM = 4
 
@@ -237,7 +236,7 @@ def test_nothing_looks_ahead(kind):
 def test_pieces_and_single_precision(kind, monkeypatch):
     module, x = made(kind, CASES[2])
     whole = module(x)
-    monkeypatch.setattr(estimates, "CHUNK", 1)
+    monkeypatch.setattr(ranking, "CHUNK", 1)
     torch.testing.assert_close(module(x), whole, rtol=0, atol=1e-13)
     assert module.to(torch.bfloat16)(x.to(torch.bfloat16)).isfinite().all()
 

@@ -1,9 +1,13 @@
-"""Find the largest entries of rows."""
+"""Find the largest entries of rows of scores, and cut rows into slices that fit in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+CHUNK = 2**24  # scores held at a time
 
 
 def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -22,3 +26,16 @@ def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
     order |= torch.arange(last, -1, -1, device=x.device)
     indices = last - (order.topk(number, dim=-1).values & 0xFFFFFFFF)
     return x.gather(-1, indices), indices
+
+
+def slices(start: int, stop: int, scores: int) -> Iterator[slice]:
+    """Yield slices that cover [start, stop). A slice has at most `CHUNK` scores, unless one row has more.
+
+    `scores`: the number of scores per row.
+    """
+    step = max(1, CHUNK // max(1, scores))
+    if 0 < stop - start <= step:  # then a graph need not know the number
+        yield slice(start, stop)
+        return
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))

@@ -26,8 +26,7 @@ from dilated_attention.mesh import context_group, held_mesh
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
-from dilated_attention.ranking import stable_topk
-from dilated_attention.routing.estimates import slices
+from dilated_attention.ranking import slices, stable_topk
 
 
 def largest_blocks(

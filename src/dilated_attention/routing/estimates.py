@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention import ranking
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.routing.grid import Candidates, is_compiled
 
 QUERY_PARTS = 4
 KEY_PEAKS = 7
-CHUNK = 2**24  # scores held at a time
 
 
 class Sample(NamedTuple):
@@ -83,8 +83,8 @@ def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tenso
     if x.first_key is not None and not fast:
         x = x._replace(key=torch.cat([x.first_key, x.key[:, 1:]], 1), first_key=None)
     scores = batch * heads * columns
-    held = max(1, CHUNK // (scores * parts * x.peaks))
-    for at in slices(0, rows, 4 * scores):
+    held = max(1, ranking.CHUNK // (scores * parts * x.peaks))
+    for at in ranking.slices(0, rows, 4 * scores):
         if fast:
             query = x.query[:, at.start * parts * x.joined :]
             yield at, compiled.shares(
@@ -137,7 +137,7 @@ def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: i
     batches = torch.arange(batch, device=listed.device)[:, None, None, None]
     kv_head = torch.arange(heads, device=listed.device)[:, None, None] // (heads // kv_heads)
     key, query = x.key.unflatten(1, (columns, peaks)), x.query.unflatten(1, (-1, parts))
-    step = max(1, CHUNK // (batch * heads * number * peaks * max(x.key.shape[3], tile * parts)))
+    step = max(1, ranking.CHUNK // (batch * heads * number * peaks * max(x.key.shape[3], tile * parts)))
     for start in range(at.start, at.stop, step * tile):
         stop = min(start + step * tile, at.stop)
         named = listed[:, :, (start - at.start) // tile : -(-(stop - at.start) // tile)]
@@ -162,19 +162,6 @@ def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
     some = x[:, first:last]
     rows = F.pad(some, (0, 0, 0, 0, 0, last - first - some.shape[1])).unflatten(1, (at.stop - at.start, joined))
     return (rows.flip(2) if turned and joined > 1 else rows).transpose(2, 3).flatten(3)
-
-
-def slices(start: int, stop: int, scores: int) -> Iterator[slice]:
-    """Yield slices that cover [start, stop). A slice has at most `CHUNK` scores, unless one row has more.
-
-    `scores`: the number of scores per row.
-    """
-    step = max(1, CHUNK // max(1, scores))
-    if 0 < stop - start <= step:  # then a graph need not know the number
-        yield slice(start, stop)
-        return
-    for first in range(start, stop, step):
-        yield slice(first, min(first + step, stop))
 
 
 def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int]]:
@@ -227,11 +214,9 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
     """Return the pooled queries of each query block, (B, rows, parts, H, D), and the weight of each, (rows, parts):
     means of parts of the block, or, when causal, of the q_block queries up to its first one, and that one itself."""
     query, size = part_means(q, grid.q_block, QUERY_PARTS, before=grid.is_causal)
-    query = query.to(grid.dtype)
-    if grid.is_causal:
-        query = torch.cat([query, q[:, :: grid.q_block, None].to(grid.dtype)], dim=2)
-        size = F.pad((size > 0).to(grid.dtype), (0, 1), value=1.0)
-    return query, (size / size.sum(-1, keepdim=True)).to(grid.dtype)
+    if grid.is_causal:  # parts count equally
+        size.clamp_(max=1)
+    return query.to(grid.dtype), (size / size.sum(-1, keepdim=True)).to(grid.dtype)
 
 
 def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,7 +249,7 @@ def part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple
     """Return the means of `parts` consecutive parts of each block, and the number of tokens in each part.
 
     Turns x (B, N, H, D) into means (B, blocks, parts, H, D) and sizes (blocks, parts). `before`: in place of a block
-    take the `block` tokens that end at its first token; the first block then has none.
+    take the `block` tokens that end at its first token (the first block then has none), and that token alone as a part.
     """
     blocks = -(-x.shape[1] // block)
     edges = (torch.arange(parts + 1, device=x.device) * block + parts - 1) // parts
@@ -275,15 +260,19 @@ def part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple
     else:
         edges.clamp_(max=x.shape[1])
     starts, stops = edges[:, :-1], edges[:, 1:]
+    if before:
+        own = torch.arange(0, x.shape[1], block, device=x.device)[:, None]
+        starts, stops = torch.cat([starts, own], 1), torch.cat([stops, own + 1], 1)
     size = stops - starts
     if is_compiled(x):
-        return compiled.means(x, starts.flatten(), stops.flatten()).unflatten(1, (blocks, parts)), size
+        return compiled.means(x, starts.flatten(), stops.flatten()).unflatten(1, size.shape), size
     part = torch.arange(block, device=x.device) * parts // block
     member = part == torch.arange(parts, device=x.device)[:, None]
     whole = member.sum(-1).clamp(min=1)  # weights before sums, which half precision could not hold
     rows = in_blocks(x[:, 1 : 1 + (blocks - 1) * block] if before else x, block).flatten(3)
     means = F.pad((member / whole[:, None]).to(x.dtype) @ rows, (0, 0, 0, 0, int(before), 0))
-    return (means * (whole / size.clamp(min=1))[..., None].to(x.dtype)).unflatten(3, x.shape[2:]), size
+    means = (means * (whole / size[:, :parts].clamp(min=1))[..., None].to(x.dtype)).unflatten(3, x.shape[2:])
+    return torch.cat([means, x[:, ::block, None]], 2) if before else means, size
 
 
 def extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:

@@ -114,18 +114,19 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
     block = torch.tensor(sampled, dtype=torch.float64, device=q.device)[:, None]
     place = (block * GOLDEN + torch.arange(FORECAST_TOKENS, device=q.device) / FORECAST_TOKENS) % 1
     tokens = (block * grid.q_block + (place * grid.q_block).floor()).long().sort(-1).values
-    weight = torch.full((len(sampled), FORECAST_TOKENS), 1 / FORECAST_TOKENS, dtype=grid.dtype, device=q.device)
+    first = torch.arange(len(tokens), device=q.device)[:, None] // FORECAST_GROUP % stride
+    # the keys 0, first + stride, first + 2 stride, ... up to the token
+    seen = ((tokens - first) // stride + 1).clamp(min=0)
+    weight = torch.full(tokens.shape, 1 / FORECAST_TOKENS, dtype=grid.dtype, device=q.device)
     logarithm = torch.zeros(grid.columns, grid.k_block // stride, dtype=grid.dtype, device=q.device)
     logarithm[:1, :1] = -math.log(stride)
+    query = q[:, tokens.flatten()].unflatten(1, tokens.shape)
     found = [torch.zeros(batch, heads, 0, grid.columns, dtype=grid.dtype, device=q.device)]
-    for start in range(0, len(tokens), FORECAST_GROUP):
-        token = tokens[start : start + FORECAST_GROUP]
-        first = start // FORECAST_GROUP % stride
-        # the keys 0, first + stride, first + 2 stride, ... up to the token
-        seen = ((token - first) // stride + 1).clamp(min=0)
+    for group, start in enumerate(range(0, len(tokens), FORECAST_GROUP)):
+        at = slice(start, start + FORECAST_GROUP)
         sample = Sample(
-            q[:, token.flatten()], weight[: len(token)], k[:, first::stride], grid.k_block // stride, grid.scale,
+            query[:, at].flatten(1, 2), weight[at], k[:, group % stride :: stride], grid.k_block // stride, grid.scale,
             first_key=k[:, :1], logarithm=logarithm,
         )  # fmt: skip
-        found += [share for _, share in shares(sample, seen, grid.columns)]
+        found += [share for _, share in shares(sample, seen[at], grid.columns)]
     return torch.cat(found, 2)

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
-from dilated_attention.ranking import stable_topk
-from dilated_attention.routing.estimates import slices
+from dilated_attention.ranking import slices, stable_topk
 from dilated_attention.routing.grid import Keys, Queries
 
 
