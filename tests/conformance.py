@@ -37,7 +37,7 @@ from tolerances import TOLERANCE, excess
 def causal(plan: Plan) -> Plan:
     """Return the plan of a causal call: its groups that have as many queries as keys see none that comes after."""
     groups = [
-        replace(group, high=0, phantoms=0) if group.queries.count == group.keys.count else group
+        group._replace(high=0, phantoms=0) if group.queries.count == group.keys.count else group
         for group in plan.groups
     ]
     return replace(plan, groups=tuple(groups))

@@ -51,9 +51,12 @@ class Rows:
     stride: int
     count: int
 
+    def shifted(self, tokens: int) -> Rows:
+        """Return the rows that lie `tokens` further on."""
+        return Rows(self.start + tokens, self.segment, self.segments, self.stride, self.count)
 
-@dataclass(frozen=True, slots=True)
-class StridedGroup:
+
+class StridedGroup(NamedTuple):
     """Describe independent attention problems of one shape: one per segment and per head.
 
     In segment i, for the KV heads head + m * head_stride with 0 <= m < heads, query row a of the segment sees key row b
@@ -80,6 +83,11 @@ class StridedGroup:
         """Return whether some query does not see some key of the same segment."""
         return self.low is not None or self.high is not None
 
+    def shifted(self, tokens: int, heads: int = 0) -> StridedGroup:
+        """Return the group whose rows lie `tokens` further on, in KV heads that are `heads` further on."""
+        queries, keys = self.queries.shifted(tokens), self.keys.shifted(tokens)
+        return self._replace(queries=queries, keys=keys, head=self.head + heads)
+
     def entries(self) -> int:
         """Count the group's score entries in one sample, over all its KV heads, as if each had a single query head."""
         rows, keys = self.queries.count, self.keys.count
@@ -100,15 +108,15 @@ def _above(rows: int, columns: int, diagonal: int) -> int:
 
 
 class Part(NamedTuple):
-    """Describe what some query rows see.
+    """Describe what some query rows see of some key rows. It becomes a group for each progression of heads.
 
     Attributes:
-        keys: runs of key rows, each with its band; each becomes a group.
         first: no earlier part of the branch holds these queries.
     """
 
     queries: Rows
-    keys: Sequence[tuple[Rows, Band]]
+    keys: Rows
+    band: Band
     phantoms: int = 0
     first: bool = True
 
@@ -194,13 +202,13 @@ def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans
     return Spans(segment, lower, upper, tuple(runs))
 
 
-def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, bool]]:
+def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, bool]]:
     """Return, as runs of equal segments, the rows that take part in a branch with this rate and offset (not `ALL`).
 
     Returns:
-        For each run of `spans` with rows in its [lower, upper): these rows; how many rows of the segment come before
-            `lower`; ceil(spans.segment / rate) minus the number of rows of the whole segment (its phantoms under
-            compat="torchscale"); whether the segment reaches beyond [lower, upper).
+        For each run of `spans` with rows in its [lower, upper): these rows; ceil(spans.segment / rate) minus the number
+            of rows of the whole segment (its phantoms under compat="torchscale"); whether the segment reaches beyond
+            [lower, upper).
     """
     segment, lower, upper, runs = spans
     found = []
@@ -210,7 +218,7 @@ def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, int, 
         count = -((first - (stop if stop < upper else upper)) // rate) - earlier
         if count > 0:
             rows = Rows(first + earlier * rate, segment, segments, rate, count)
-            found.append((rows, earlier, (first - stop) // rate - -segment // rate, beyond))
+            found.append((rows, (first - stop) // rate - -segment // rate, beyond))
     return found
 
 
@@ -237,13 +245,11 @@ def compile_groups(
         for (offset, first), heads in classes.items():
             members = list(progressions(heads)) if len(heads) > 1 else [(heads[0], 1, 1)]
             written = 0
-            for queries, keys, phantoms, begins in parts(branch, offset):
+            for queries, keys, (low, high), phantoms, begins in parts(branch, offset):
                 written += queries.segments * queries.count if begins else 0
+                writes = first and begins
                 for head, number, step in members:
-                    writes = first and begins
-                    for rows, (low, high) in keys:
-                        groups.append(StridedGroup(queries, rows, head, number, step, low, high, writes, phantoms))
-                        writes = False
+                    groups.append(StridedGroup(queries, keys, head, number, step, low, high, writes, phantoms))
             if first:
                 begun.update(heads)
                 if written == seq_len:
@@ -318,8 +324,7 @@ def parts_of(
         found = visible(some_queries, some_keys, band)
         if found is not None:
             rows, columns, band = found
-            rows, columns = (replace(x, start=x.start - y) for x, y in zip((rows, columns), origins, strict=True))
-            yield Part(rows, [(columns, band)], zeros, first)
+            yield Part(rows.shifted(-origins[0]), columns.shifted(-origins[1]), band, zeros, first)
 
 
 def _compile(branches: Branches, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> Plan:
@@ -341,9 +346,9 @@ def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
     counts_zeros, causal = branches.compat is not None and not is_causal, (None, 0)
 
     def parts(branch: int, offset: int) -> Iterator[Part]:
-        for own, _, short, _ in rows_of(cuts[branch], branches.dilation_rates[branch], offset):
+        for own, short, _ in rows_of(cuts[branch], branches.dilation_rates[branch], offset):
             band = causal if is_causal and own.count > 1 else EVERY
-            yield Part(own, ((own, band),), short if counts_zeros else 0)
+            yield Part(own, own, band, short if counts_zeros else 0)
 
     groups, covered = compile_groups(branches.dilation_rates, branches.offsets, parts, seq_len)
     return Plan(seq_len, len(branches.offsets[0]), groups, covered or not seq_len, square=True)

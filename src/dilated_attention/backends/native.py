@@ -8,7 +8,7 @@ output. If the first group covers the whole sequence, the result of its call *is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from types import ModuleType
 
@@ -66,16 +66,10 @@ def _families(groups: tuple[StridedGroup, ...]) -> Iterator[tuple[StridedGroup, 
     i = 0
     while i < len(groups):
         first, residues = groups[i], 1
-        while i + residues < len(groups) and groups[i + residues] == _shifted(first, residues):
+        while i + residues < len(groups) and groups[i + residues] == first.shifted(residues, residues):
             residues += 1
         yield first, residues
         i += residues
-
-
-def _shifted(group: StridedGroup, step: int) -> StridedGroup:
-    queries = replace(group.queries, start=group.queries.start + step)
-    keys = replace(group.keys, start=group.keys.start + step)
-    return replace(group, queries=queries, keys=keys, head=group.head + step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +273,8 @@ def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
         return
     rows, keys = group.queries, group.keys
     if group.low is None and group.high is not None and keys.count - group.high == rows.count:
-        yield replace(group, keys=slice_rows(keys, 0, group.high), high=None)
-        yield replace(group, keys=slice_rows(keys, group.high, keys.count), high=0, first=False)
+        yield group._replace(keys=slice_rows(keys, 0, group.high), high=None)
+        yield group._replace(keys=slice_rows(keys, group.high, keys.count), high=0, first=False)
         return
     for start in range(0, rows.count, _BAND_ROWS):
         run = slice_rows(rows, start, min(start + _BAND_ROWS, rows.count))
@@ -288,7 +282,7 @@ def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
         found = trimmed(run, keys, low, high)
         if found is not None:
             some, seen, (low, high) = found
-            yield replace(group, queries=some, keys=seen, low=low, high=high)
+            yield group._replace(queries=some, keys=seen, low=low, high=high)
 
 
 def _hidden(group: StridedGroup, device: torch.device) -> Tensor:

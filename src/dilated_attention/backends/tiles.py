@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -113,7 +113,7 @@ def _block_table(
 ) -> Table:
     own, loop = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
     high = 0 if layout.is_causal else None  # the layout's own bound: no later key if it is causal
-    whole = [(_segment_cells(replace(group, low=None, high=high), side), _heads(group)) for group in groups]
+    whole = [(_segment_cells(group._replace(low=None, high=high), side), _heads(group)) for group in groups]
     parts = [(_block_cells(cells, side, own), heads) for cells, heads in whole]
     lines = heaviest_first(_lines(parts, side, shape.own))
     even = loop % shape.loop == 0 and layout.seq_len % loop == 0
@@ -168,11 +168,7 @@ def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> P
 
     Packed samples lie one after another. So do the samples of a padded batch if the batch is viewed as one sample.
     """
-    groups = [
-        replace(group, queries=_shift(group.queries, start), keys=_shift(group.keys, start))
-        for plan, start in zip(plans, starts, strict=True)
-        for group in plan.groups
-    ]
+    groups = [group.shifted(start) for plan, start in zip(plans, starts, strict=True) for group in plan.groups]
     return Plan(
         seq_len,
         max((plan.num_heads for plan in plans), default=0),
@@ -180,10 +176,6 @@ def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> P
         covered=sum(plan.seq_len for plan in plans) == seq_len and all(plan.covered for plan in plans),
         square=all(plan.square for plan in plans),
     )
-
-
-def _shift(rows: Rows, start: int) -> Rows:
-    return replace(rows, start=rows.start + start)
 
 
 def _sides(group: StridedGroup, side: Side) -> tuple[Rows, Rows]:

@@ -215,11 +215,11 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
                 at, origin = (max(lower, grid[0]) - grid[0], min(upper, grid[1]) - grid[0]), lower - grid[0]
                 yield from parts_of(branches, branch, offset, at, at, sharding.is_causal, (origin, origin))
                 continue
-            for own, _, short, is_cut in rows_of(spans(segment, grid, (lower, upper)), rate, offset):
+            for own, short, is_cut in rows_of(spans(segment, grid, (lower, upper)), rate, offset):
                 if not (is_cut and sharding.layouts):
-                    rows = replace(own, start=own.start - lower)
+                    rows = own.shifted(-lower)
                     zeros = short if branches.compat == "torchscale" and not sharding.is_causal else 0
-                    yield Part(rows, [(rows, (None, 0) if sharding.is_causal and rows.count > 1 else EVERY)], zeros)
+                    yield Part(rows, rows, (None, 0) if sharding.is_causal and rows.count > 1 else EVERY, zeros)
 
     groups, covered = compile_groups(branches.dilation_rates, branches.offsets, parts, upper - lower)
     whole = covered and not (sharding.layouts and crossings(sharding, rank))
