@@ -202,8 +202,9 @@ class Shares {
                       keys + r * stride);
       for (int64_t group = 0; group < lanes; group += LANES) {
         if (*std::max_element(seen + group, seen + group + LANES) <= j) continue;
-        score(keys, own + group * stride, int(round_up(here, Arithmetic::ROWS)), s);
-        add(list, j, here, s, seen + group, state + 2 * call.columns * group);
+        const int width = int(least(LANES, round_up(number - group, WIDTH)));
+        score(keys, own + group * stride, int(round_up(here, Arithmetic::ROWS)), s, width);
+        add(list, j, here, s, width, seen + group, state + 2 * call.columns * group);
       }
     }
     float *out = call.out + ((b * heads + n) * call.rows + first) * call.columns;
@@ -266,9 +267,10 @@ class Shares {
     }
   }
 
-  // s[count][LANES] = keys . own, a panel of words at a time, whose part of `own` stays in the first cache.
-  void score(const Word *keys, const Word *own, int count, float *s) const {
-    multiply(Arithmetic(), keys, stride, own, int(least(words, PANEL)), s, count);
+  // s[count][LANES] = keys . own in `width` lanes, a panel of words at a time, whose part of `own` stays in the first
+  // cache.
+  void score(const Word *keys, const Word *own, int count, float *s, int width) const {
+    multiply(Arithmetic(), keys, stride, own, int(least(words, PANEL)), s, count, width);
     for (int w = PANEL; w < words; w += PANEL)
       for (int r = 0; r < count; r += Arithmetic::ROWS)
         product<Arithmetic, VECTORS, true, Role::scores>(keys + r * stride + w, stride, own + w * LANES, LANES,
@@ -276,9 +278,9 @@ class Shares {
   }
 
   // The scores of keys j to j + here - 1 into the maxima and sums of their columns: state[columns][2][LANES].
-  void add(const List &list, int32_t j, int here, const float *s, const int32_t *seen, float *state) const {
-    const bool masked = *std::min_element(seen, seen + LANES) < j + here;
-    for (int x = 0; x < LANES; x += WIDTH) {
+  void add(const List &list, int32_t j, int here, float *s, int width, const int32_t *seen, float *state) const {
+    const bool masked = *std::min_element(seen, seen + width) < j + here;
+    for (int x = 0; x < width; x += WIDTH) {
       const Integers limit = load_integers(seen + x);
       const auto score = [&](int i) {
         Lanes y = load(s + i * LANES + x) * all(factor);
@@ -292,10 +294,14 @@ class Shares {
         const bool fresh = column * call.peaks == j + from;
         const Lanes before = fresh ? all(-INF) : load(at);
         Lanes top = before;
-        for (int i = from; i < to; i++) top = larger(top, score(i));
+        for (int i = from; i < to; i++) {
+          const Lanes y = score(i);
+          store(s + i * LANES + x, y);
+          top = larger(top, y);
+        }
         const Lanes shift = zero_at_infinity(top);
         Lanes sum = fresh ? zeros() : load(at + LANES) * power_of_2(before - shift);
-        for (int i = from; i < to; i++) sum = sum + power_of_2(score(i) - shift);
+        for (int i = from; i < to; i++) sum = sum + power_of_2(load(s + i * LANES + x) - shift);
         store(at, top), store(at + LANES, sum);
         from = to;
       }
@@ -461,12 +467,11 @@ struct Forecasts {
     float *own = kinds, *moved = own + room, *distant = moved + room;
     for (int64_t i = 0; i < call.rows; i++, share += call.D) {
       const int64_t row = call.first + i, may = call.seen[row];
-      std::copy(share, share + call.D, own);
-      for (int64_t c = 0; c < call.D; c++) {
-        moved[c] = c > 0 && c < may ? own[c - 1] : 0.f;
-        distant[c] = c < may ? sum[may - 1 - c] / most_float(number[may - 1 - c], 1.f) : 0.f;
-      }
-      mix(held, kinds, share);
+      for (int x = 0; x < KINDS; x++) std::fill(kinds + x * room + may, kinds + x * room + call.D, 0.f);
+      std::copy(share, share + may, own);
+      if (may > 0) moved[0] = 0, std::copy(own, own + may - 1, moved + 1);
+      for (int64_t c = 0; c < may; c++) distant[c] = sum[may - 1 - c] / most_float(number[may - 1 - c], 1.f);
+      mix(held, kinds, may, share);
       if (known == call.H || call.sampled[known] != row) continue;
       const float *here = seen + known * call.D;
       const int64_t count = call.counts[work * call.rows + i];
@@ -488,17 +493,17 @@ struct Forecasts {
     for (int64_t c = 0; c < may; c++) sum[may - 1 - c] += here[c], number[may - 1 - c] += 1;
   }
 
-  // Shares of the three kinds, each scaled to 1 and times its weight, into `to`.
-  void mix(const float *held, const float *kinds, float *to) const {
+  // Shares of the three kinds, each scaled to 1 and times its weight, into `to`; 0 from column `may` on.
+  void mix(const float *held, const float *kinds, int64_t may, float *to) const {
     const float top = most_float(most_float(held[0], held[1]), held[2]);
     double weight[KINDS], total = 0;
     for (int x = 0; x < KINDS; x++) total += weight[x] = std::exp(call.scale * (held[x] - top));
     std::fill(to, to + call.D, 0.f);
     for (int x = 0; x < KINDS; x++) {
       double sum = 0;
-      for (int64_t c = 0; c < call.D; c++) sum += kinds[x * room + c];
+      for (int64_t c = 0; c < may; c++) sum += kinds[x * room + c];
       const float factor = float(weight[x] / total / (sum < SMALLEST ? SMALLEST : sum));
-      for (int64_t c = 0; c < call.D; c++) to[c] += factor * kinds[x * room + c];
+      for (int64_t c = 0; c < may; c++) to[c] += factor * kinds[x * room + c];
     }
   }
   static constexpr double SMALLEST = 1.17549435e-38;  // of float
