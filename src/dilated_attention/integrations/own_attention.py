@@ -263,9 +263,10 @@ def attend(
         first = max(0, _first_visible(shown) - shown.k_start)
     k, v = k[:, first:stop], v[:, first:stop]
     hidden = None if shown.hidden is None else shown.hidden[:, first:stop]
+    pattern, origin = _pattern(shown, shown.k_start + first, k.shape[1])
     found = attention(
-        q, k, v, _pattern(shown, first), is_causal=shown.is_causal, key_padding_mask=hidden, q_start=shown.q_start,
-        k_start=shown.k_start + first, **options,
+        q, k, v, pattern, is_causal=shown.is_causal, key_padding_mask=hidden, q_start=shown.q_start - origin,
+        k_start=shown.k_start + first - origin, **options,
     )  # fmt: skip
     assert isinstance(found, Tensor)
     return found
@@ -292,13 +293,15 @@ def _first_visible(shown: Shown) -> int:
     return 0 if shown.chunk is None else shown.q_start // shown.chunk * shown.chunk
 
 
-def _pattern(shown: Shown, first: int) -> Dilated | Window:
-    every = max(1, shown.q_start + shown.queries, shown.k_start + shown.keys)
-    if shown.chunk is not None:
-        return Dilated((shown.chunk,), (1,))
-    if shown.window is None or shown.window >= every:
-        return Dilated((every,), (1,))
-    return Window(shown.window - 1) if shown.is_causal else Window(shown.window, shown.window)
+def _pattern(shown: Shown, start: int, keys: int) -> tuple[Dilated | Window, int]:
+    """Return the pattern of what a layer shows of the `keys` keys from position `start` on, and the position that
+    counts as 0 in it: `start` wherever that changes nothing, so that the calls of successive tokens are equal."""
+    if shown.chunk is not None and shown.queries > 1:
+        return Dilated((shown.chunk,), (1,)), 0
+    span = max(1, shown.q_start - start + shown.queries, keys)
+    if shown.window is None or shown.window >= span or (shown.is_causal and shown.queries == 1):
+        return Dilated((span,), (1,)), start
+    return Window(shown.window - 1) if shown.is_causal else Window(shown.window, shown.window), start
 
 
 def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -386,7 +389,7 @@ def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
         begins[:, :: shown.chunk] = True
     edges = begins.flatten().nonzero()[:, 0].to(torch.int32)
     cu_seqlens = torch.cat([edges, edges.new_tensor([samples.numel()])])
-    pattern = _pattern(replace(shown, chunk=None), 0)
+    pattern, _ = _pattern(replace(shown, chunk=None), 0, shown.keys)
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     out = attention(q, k, v, pattern, is_causal=shown.is_causal, cu_seqlens=cu_seqlens, **options)
     assert isinstance(out, Tensor)
