@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from dilated_attention import plan_cache
 from dilated_attention.integrations.huggingface import NAME
 from transformers_families import build
 
@@ -138,6 +139,18 @@ def test_a_cache_goes_on_with_a_second_prompt():
             )
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
+
+
+def test_a_window_plans_for_the_first_new_token_alone():
+    """Once a cache is as long as the window, each new token is the same call as the one before."""
+    model, tokens = build("mistral", NAME), _prompt(1)[0]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+        model(tokens[:, :1], past_key_values=cache)
+        misses = plan_cache.info().misses
+        model(tokens[:, 1:2], past_key_values=cache)
+    assert plan_cache.info().misses == misses
 
 
 def test_paged_caches_are_refused():
