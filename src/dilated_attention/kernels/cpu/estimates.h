@@ -278,7 +278,7 @@ class Shares {
   }
 
   // The scores of keys j to j + here - 1 into the maxima and sums of their columns: state[columns][2][LANES].
-  void add(const List &list, int32_t j, int here, float *s, int width, const int32_t *seen, float *state) const {
+  void add(const List &list, int32_t j, int here, const float *s, int width, const int32_t *seen, float *state) const {
     const bool masked = *std::min_element(seen, seen + width) < j + here;
     for (int x = 0; x < width; x += WIDTH) {
       const Integers limit = load_integers(seen + x);
@@ -294,14 +294,10 @@ class Shares {
         const bool fresh = column * call.peaks == j + from;
         const Lanes before = fresh ? all(-INF) : load(at);
         Lanes top = before;
-        for (int i = from; i < to; i++) {
-          const Lanes y = score(i);
-          store(s + i * LANES + x, y);
-          top = larger(top, y);
-        }
+        for (int i = from; i < to; i++) top = larger(top, score(i));
         const Lanes shift = zero_at_infinity(top);
         Lanes sum = fresh ? zeros() : load(at + LANES) * power_of_2(before - shift);
-        for (int i = from; i < to; i++) sum = sum + power_of_2(load(s + i * LANES + x) - shift);
+        for (int i = from; i < to; i++) sum = sum + power_of_2(score(i) - shift);
         store(at, top), store(at + LANES, sum);
         from = to;
       }
