@@ -102,7 +102,7 @@ def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
     """
     own = None if out is None else out.resolve()
     pieces: list[bytes] = []
-    for path in paths or [Path(sysconfig.get_path("stdlib"))]:
+    for path in paths or [standard_library()]:
         folder = path.is_dir()
         found = len(pieces)
         if folder and path.resolve() == own:
@@ -120,6 +120,11 @@ def read_text(paths: Sequence[Path], out: Path | None = None) -> Text:
 def readable(text: str) -> str:
     """Return the text with a dot for each unprintable character, which could control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
+def standard_library() -> Path:
+    """Return the folder of this interpreter's own Python sources."""
+    return Path(sysconfig.get_path("stdlib"))
 
 
 def _files(folder: Path, own: Path | None, *, python_only: bool) -> Iterator[Path]:
