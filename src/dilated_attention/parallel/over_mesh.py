@@ -21,7 +21,7 @@ from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.call import Call, Shards
 from dilated_attention.layout import BlockLayout
-from dilated_attention.merge import merge_into
+from dilated_attention.merge import merge_into, running
 from dilated_attention.mesh import context_group
 from dilated_attention.parallel import parts, traffic, transports
 from dilated_attention.parallel.block_partition import BlockQueries
@@ -313,7 +313,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """
     wide = parts.statistic(q.dtype)
     if call.lengths is not None and len(q):
-        out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        out, lse = running(q, covered=False)
         saved: list[Tensor] = []
         for i, (own, sample) in enumerate(samples(call, q.shape[1])):
             at = slice(i, i + 1), slice(0, own)

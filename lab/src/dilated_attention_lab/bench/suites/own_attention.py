@@ -120,15 +120,11 @@ def _choose(model: Any, implementation: str) -> None:
 def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float | None]) -> Step:
     """Compare Gemma's own attention, computed by this library, with `sdpa` on a prompt: last logits, peak memory, time.
     bars: the largest ratios of time, and of memory with the bytes of a boolean mask added to this library's."""
+    parameters = GEMMA_SHAPE | {"seq_len": seq_len}
 
-    def run() -> Iterator[Row]:
-        parameters = GEMMA_SHAPE | {"seq_len": seq_len}
-        if why := activations.missing(activations.GEMMA, "gguf"):
-            yield Row("forward: time over sdpa", parameters, None, "x", refused=why)
-            return
-        model, text = activations.load_gemma()
-        tokens, prompts = text[:, :seq_len].to(device), {name: _Prompt() for name in (OURS, "sdpa")}
-        contenders = {name: prompt.reads(model.to(device), name, tokens) for name, prompt in prompts.items()}
+    def rows(model: Any, tokens: Tensor) -> Iterator[Row]:
+        prompts = {name: _Prompt() for name in (OURS, "sdpa")}
+        contenders = {name: prompt.reads(model, name, tokens) for name, prompt in prompts.items()}
         rounds = measure.interleave(contenders, seconds=60, device=device, least=1 if seq_len > 8192 else 2, most=5)
         yield over(rounds, OURS, "sdpa", "forward", parameters, bar=bars[0])
         with torch.no_grad():
@@ -146,6 +142,7 @@ def _gemma(device: torch.device, seq_len: int, bars: tuple[float | None, float |
             value = (figures[OURS] + mask) / figures["sdpa"]
             yield Row(name, parameters, value, "x", bar=bars[1], figures=figures)
 
+    run = partial(_of_gemma, "forward: time over sdpa", parameters, device, rows)
     return Step(f"Gemma 3 270M at {seq_len:,} tokens", run)
 
 
@@ -155,18 +152,14 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
     The choice for a query block depends on queries all over the block (`lookahead`). They are later than some of its
     tokens, but not later than its last. So one figure is the perplexity of these last tokens alone.
     """
+    parameters = GEMMA_SHAPE | {"seq_len": seq_len, "blocks": "sampled, lookahead", "density": 0.25}
+    perplexity = "chosen blocks: perplexity over dense"
 
-    def run() -> Iterator[Row]:
+    def rows(model: Any, tokens: Tensor) -> Iterator[Row]:
         from dilated_attention.integrations.huggingface import sparsify
         from dilated_attention.routing import sampled_blocks
 
-        block = 64
-        parameters = GEMMA_SHAPE | {"seq_len": seq_len, "blocks": "sampled, lookahead", "density": 0.25}
-        if why := activations.missing(activations.GEMMA, "gguf"):
-            yield Row("chosen blocks: perplexity over dense", parameters, None, "x", refused=why)
-            return
-        model, text = activations.load_gemma()
-        tokens, prompts = text[:, :seq_len].to(device), {name: _Prompt() for name in ("chosen blocks", "dense")}
+        block, prompts = 64, {name: _Prompt() for name in ("chosen blocks", "dense")}
         # At least 1,024 tokens for a row: with them, a quarter of all blocks at 16,384.
         chosen = partial(sampled_blocks, lookahead=True, density=0.235, block_size=block, floor=1024 // block)
         selectors = {"chosen blocks": chosen, "dense": None}
@@ -178,7 +171,6 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
 
             return work
 
-        model.to(device)
         rounds = measure.interleave({name: contender(name) for name in prompts}, seconds=60, device=device, least=1)
         sparsify(model, None)
         nats = {name: _nats(model, prompt.states, tokens) for name, prompt in prompts.items()}
@@ -186,35 +178,30 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
         ratio, last = (math.exp(x.mean()) for x in (more, more[block - 1 :: block]))
         figures = {f"perplexity, {name}": math.exp(value.mean()) for name, value in nats.items()}
         figures["of the last tokens of query blocks: perplexity over dense"] = last
-        yield Row("chosen blocks: perplexity over dense", parameters, ratio, "x", bar=1.02, figures=figures)
+        yield Row(perplexity, parameters, ratio, "x", bar=1.02, figures=figures)
         title = "chosen blocks: forward, time over dense"
         yield over(rounds, "chosen blocks", "dense", "forward", parameters, title, bar=1.0)
 
+    run = partial(_of_gemma, perplexity, parameters, device, rows)
     return Step(f"Gemma 3 270M, 25% of blocks at {seq_len:,} tokens", run)
 
 
 def _gemma_tokens(device: torch.device, seq_len: int) -> Step:
     """Compare Gemma's own attention, computed by this library, with `sdpa` on new tokens after a prompt with a cache:
     the time of a token. A round has 16 tokens, and the cache keeps them."""
+    parameters, title = GEMMA_SHAPE | {"seq_len": seq_len}, "a new token with a cache: time over sdpa"
 
-    def run() -> Iterator[Row]:
-        parameters = GEMMA_SHAPE | {"seq_len": seq_len}
-        if why := activations.missing(activations.GEMMA, "gguf"):
-            yield Row("a new token with a cache: time over sdpa", parameters, None, "x", refused=why)
-            return
+    def rows(model: Any, tokens: Tensor) -> Iterator[Row]:
         from transformers import DynamicCache
 
-        model, text = activations.load_gemma()
-        model.to(device)
-
         def contender(name: str) -> Contender:
-            cache, tokens = DynamicCache(config=model.config), text[:, :seq_len].to(device)
+            cache, following = DynamicCache(config=model.config), tokens
 
             def read() -> None:
-                nonlocal tokens
+                nonlocal following
                 _choose(model, name)
                 with torch.no_grad():
-                    tokens = model(tokens, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+                    following = model(following, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
 
             def work() -> Iterator[str]:
                 for _ in range(16):
@@ -226,10 +213,21 @@ def _gemma_tokens(device: torch.device, seq_len: int) -> Step:
 
         contenders = {name: contender(name) for name in (OURS, "sdpa")}
         rounds = measure.interleave(contenders, seconds=60, device=device)
-        title = "a new token with a cache: time over sdpa"
         yield over(rounds, OURS, "sdpa", "16 new tokens", parameters, title, bar=1.0)
 
-    return Step(f"Gemma 3 270M, new tokens after {seq_len:,}", run)
+    return Step(f"Gemma 3 270M, new tokens after {seq_len:,}", partial(_of_gemma, title, parameters, device, rows))
+
+
+def _of_gemma(
+    name: str, parameters: dict[str, Any], device: torch.device, rows: Callable[[Any, Tensor], Iterator[Row]]
+) -> Iterator[Row]:
+    """Yield what `rows` yields for Gemma and the first tokens of a text, `(1, seq_len)`. If Gemma is not installed,
+    yield a row with this name that says so."""
+    if why := activations.missing(activations.GEMMA, "gguf"):
+        yield Row(name, parameters, None, "x", refused=why)
+        return
+    model, text = activations.load_gemma()
+    yield from rows(model.to(device), text[:, : parameters["seq_len"]].to(device))
 
 
 class _Prompt:
