@@ -728,3 +728,38 @@ def test_inductor_compiles_the_making_of_a_window(fresh_python):
         assert torch.equal(torch.compile(indices, fullgraph=True)(x), indices(x))
         """
     )
+
+
+@pytest.mark.slow
+def test_layouts_are_made_in_one_graph(fresh_python):
+    fresh_python(
+        """
+        import torch
+        from dilated_attention import BlockLayout as L
+
+        if torch.__version__ < (2, 9):  # it traces no list of unknown length unasked
+            torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        makers = (
+            lambda n: L.local(n, density=0.3),
+            lambda n: L.global_(n, [5, 0, 300]),
+            lambda n: L.dilated(n, [1, 3], density=0.5, block_size=(16, 32)),
+            lambda n: L.random(n, 0.2, 7, is_causal=True),
+            lambda n: L.bigbird(n, 300, 100, 2, 0),
+            lambda n: (L.local(n, 300) & L.strided(n, 512)).causal(),
+            lambda n: L.stack([L.local(n, 300), L.hierarchical(n, [(1, 256), (128, None)])], over="heads"),
+        )
+
+        def tables(x):
+            made = [make(x.shape[0]) for make in makers]
+            return [t + 0 for layout in made for t in (layout.indptr, layout.indices)]
+
+        class Tables(torch.nn.Module):
+            def forward(self, x):
+                return tables(x)
+
+        compiled = torch.compile(tables, fullgraph=True, backend="eager", dynamic=True)
+        program = torch.export.export(Tables(), (torch.zeros(1500),), strict=False).module()
+        for call, n in ((compiled, 1024), (compiled, 1500), (program, 1500)):
+            assert all(map(torch.equal, call(torch.zeros(n)), tables(torch.zeros(n))))
+        """
+    )

@@ -437,3 +437,60 @@ def test_samples_that_do_not_fit():
     mask[1, 3] = True
     with pytest.raises(ValueError, match="got a hidden token before others in sample 1"):
         routing.topk_blocks(q, k, 0.5, block_size=8, key_padding_mask=mask)
+
+
+@pytest.mark.slow
+def test_chooses_in_one_graph(fresh_python):
+    """A graph holds one operator with the lists of a call outside, for whole and ragged batches of any length."""
+    fresh_python(
+        """
+        import torch
+        from functools import partial
+        from dilated_attention import block_sparse_attention
+        from dilated_attention.routing import hierarchical_blocks, page_bounds, topk_blocks, topp_blocks
+
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True  # PyTorch 2.8 does not do it unasked
+        torch._dynamo.config.capture_scalar_outputs = True
+
+        def attend(q, k, choose, **ragged):
+            return block_sparse_attention(q, k, k, choose(q, k, **ragged), **ragged)
+
+        def inputs(n):
+            return torch.randn(2, n, 4, 8), torch.randn(2, n, 2, 8)
+
+        class Attention(torch.nn.Module):
+            def __init__(self, choose):
+                super().__init__()
+                self.choose = choose
+
+            def forward(self, q, k):
+                return attend(q, k, self.choose)
+
+        length = torch.export.Dim("length", min=64, max=4096)
+        for choose, strict in (
+            (partial(page_bounds, density=0.3, block_size=32, scale=-0.5), False),
+            (partial(hierarchical_blocks, density=0.3, block_size=16, is_causal=True), True),
+        ):
+            layer = Attention(choose)
+            sizes = ({1: length}, {1: length})
+            program = torch.export.export(layer, inputs(300), dynamic_shapes=sizes, strict=strict).module()
+            for x in (inputs(300), inputs(200)):
+                assert torch.equal(program(*x), layer(*x))
+
+        for choose in (
+            partial(topk_blocks, density=0.4, per_kv_head=True, block_size=(16, 32)),
+            partial(topp_blocks, mass=0.9, block_size=32, is_causal=True),
+        ):
+            torch._dynamo.reset()
+            compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+            for n in (300, 200):
+                for batch, ragged in (
+                    (2, {}),
+                    (2, {"lengths": torch.tensor([n, 7])}),
+                    (1, {"cu_seqlens": torch.tensor([0, 50, n])}),
+                    (1, {"key_padding_mask": torch.arange(n)[None] >= n - 40}),
+                ):
+                    x = (*(y[:batch] for y in inputs(n)), choose)
+                    assert torch.equal(compiled(*x, **ragged), attend(*x, **ragged))
+        """
+    )

@@ -10,10 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 from numbers import Integral
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -146,18 +145,22 @@ The triton backend's tables take about 36 bytes per token for 16 heads and four 
 """
 
 
-class derived(cached_property):  # noqa: N801, used like cached_property
+class derived(Generic[Value]):  # noqa: N801, used like cached_property
     """Compute an attribute of a layout once, as `cached_property` does, but keep no tensor of a tracer.
 
     While torch.export traces, operators on real tensors return fake ones, which hold no numbers. A later call outside
-    the trace would read them in place of the layout's own.
+    the trace would read them in place of the layout's own. (`cached_property` of Python 3.11 takes a lock, which
+    `torch.compile` cannot.)
     """
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        value = super().__get__(instance, owner)
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self.compute, self.name, self.__doc__ = compute, compute.__name__, compute.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> Value:
+        value = self.compute(instance)
         parts = value if isinstance(value, tuple) else (value,)
-        if instance is not None and any(isinstance(x, Tensor) and type(x) is not Tensor for x in parts):
-            del instance.__dict__[self.attrname]
+        if not torch.compiler.is_compiling() and all(type(x) is Tensor for x in parts if isinstance(x, Tensor)):
+            instance.__dict__[self.name] = value
         return value
 
 

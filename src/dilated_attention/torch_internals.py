@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
+from operator import index
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 """A context in which operators skip their Autograd kernels, so that an Autograd kernel can call its own operator."""
+
+unobserved: Any = torch.utils._python_dispatch._disable_current_modes
+"""A context in which no dispatch mode sees operators, so that new tensors hold numbers while torch.export traces."""
+
+taken_as_true: Any = torch._check
+"""A function that tells a graph's compiler what holds of a number that it does not know."""
 
 flash_for_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_for_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -39,6 +46,18 @@ def constant_when_traced(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def fixed(value: Any) -> Any:
+    """Return a number, or a list or tuple of them; a symbol of `torch.compile` becomes a constant of its graph.
+
+    A function that is `constant_when_traced` takes no symbols.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)([fixed(x) for x in value])
+    if isinstance(value, float):
+        return value.__float__()
+    return index(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def is_symbol(size: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,26 +22,46 @@ from dilated_attention.layout.spans import (
     check_share,
     runs_of_spans,
 )
+from dilated_attention.torch_internals import constant_when_traced, fixed, unobserved
+
+Value = TypeVar("Value")
+
+
+def constant(builder: Callable[..., Value], grid: BlockGrid, *arguments: Any) -> Value:
+    """Return builder(grid, *arguments), which `torch.compile` calls as it traces: a constant of the sequence length.
+
+    For builders that read numbers out of tensors, or draw them. `arguments` hold no tensors.
+    """
+    numbers = fixed((grid.seq_len, grid.q_block, grid.k_block))
+    return _constant(builder, *numbers, grid.is_causal, *[fixed(x) for x in arguments])
+
+
+@constant_when_traced
+def _constant(
+    builder: Callable[..., Value], seq_len: int, q_block: int, k_block: int, is_causal: bool, *arguments: Any
+) -> Value:
+    with unobserved():
+        return builder(BlockGrid(seq_len, q_block, k_block, is_causal), *arguments)
 
 
 def local(grid: BlockGrid, window: int | None, density: float | None) -> Spans:
+    return _local(grid, _size("window", window, density, _local, grid))
+
+
+def _local(grid: BlockGrid, window: int) -> Spans:
     first, last = grid.queries()
-
-    def spans(window: int) -> Spans:
-        return [(first - (window - 1), last + (window - 1))]
-
-    return spans(_size("window", window, density, grid, spans, grid.seq_len))
+    return [(first - (window - 1), last + (window - 1))]
 
 
 def leading(grid: BlockGrid, tokens: int | None, density: float | None) -> Spans:
+    return _leading(grid, _size("tokens", tokens, density, _leading, grid))
+
+
+def _leading(grid: BlockGrid, tokens: int) -> Spans:
     first, last = grid.queries()
-
-    def spans(tokens: int) -> Spans:
-        row_end = last.clamp(max=tokens - 1) if grid.is_causal else torch.full_like(last, grid.seq_len - 1)
-        row_end = torch.where(first < tokens, row_end, -1)
-        return [(torch.zeros_like(first), torch.full_like(last, tokens - 1)), (torch.zeros_like(first), row_end)]
-
-    return spans(_size("tokens", tokens, density, grid, spans, grid.seq_len))
+    row_end = last.clamp(max=tokens - 1) if grid.is_causal else torch.full_like(last, grid.seq_len - 1)
+    row_end = torch.where(first < tokens, row_end, -1)
+    return [(torch.zeros_like(first), torch.full_like(last, tokens - 1)), (torch.zeros_like(first), row_end)]
 
 
 def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float | None) -> Spans:
@@ -58,6 +78,12 @@ def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float 
         return leading(grid, tokens, density)
     if density is not None:
         raise ValueError(f"give either tokens or density, got tokens={tokens!r} and density={density}")
+    if hasattr(tokens, "ndim"):  # a tensor or array, whose numbers no compiler knows
+        return _global_at(grid, tokens)
+    return constant(_global_at, grid, tokens)
+
+
+def _global_at(grid: BlockGrid, tokens: Any) -> Spans:
     try:
         positions = torch.as_tensor(tokens, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -67,10 +93,7 @@ def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float 
             f"tokens must be a number of leading tokens or integer positions, got {positions.dtype}; "
             "of a mask give mask.nonzero()"
         )
-    return _global_at(grid, positions.flatten().to(torch.int64).unique(), tokens)
-
-
-def _global_at(grid: BlockGrid, position: Tensor, tokens: Any) -> Spans:
+    position = positions.flatten().to(torch.int64).unique()
     first, last = grid.queries()
     if position.numel() == 0 or int(position[0]) < 0 or int(position[-1]) >= grid.seq_len:
         raise ValueError(f"tokens must be positions in [0, {grid.seq_len}), got {tokens}")
@@ -102,16 +125,22 @@ def dilated(grid: BlockGrid, rates: Sequence[int], reach: int | None, density: f
     rates = checks.integers("rates", rates, "positive integers", 1)
     if not rates:
         raise ValueError("rates must name at least one rate, got none")
+    reach = 1 if reach is density is None else reach
+    return _dilated(grid, _size("reach", reach, density, _dilated, grid, rates), rates)
+
+
+def _dilated(grid: BlockGrid, reach: int, rates: tuple[int, ...]) -> Spans:
     unit = max(grid.q_block, grid.k_block)
-    units = -(-grid.seq_len // unit)
+    offset = constant(_offsets, grid, reach, rates)
     first, last = grid.queries()
+    return [((first // unit + offset) * unit, (last // unit + offset + 1) * unit - 1)]
 
-    def spans(reach: int) -> Spans:
-        step = torch.arange(-reach, reach + 1, device="cpu")
-        offset = torch.cat([step[step.abs() * rate < units] * rate for rate in rates]).unique()
-        return [((first // unit + offset) * unit, (last // unit + offset + 1) * unit - 1)]
 
-    return spans(_size("reach", 1 if reach is density is None else reach, density, grid, spans, units))
+def _offsets(grid: BlockGrid, reach: int, rates: tuple[int, ...]) -> Tensor:
+    units = -(-grid.seq_len // max(grid.q_block, grid.k_block))
+    reach = min(reach, units)
+    step = torch.arange(-reach, reach + 1, device="cpu")
+    return torch.cat([step[step.abs() * rate < units] * rate for rate in rates]).unique()
 
 
 def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> Spans:
@@ -150,28 +179,32 @@ def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:
 
 
 def _size(
-    name: str, value: int | None, density: float | None, grid: BlockGrid, spans: Callable[[int], Spans], largest: int
+    name: str, value: int | None, density: float | None, spans: Callable[..., Spans], grid: BlockGrid, *more: Any
 ) -> int:
-    """Return `value`, at most `largest`; or if `density` is given, the size in [1, largest] with the nearest density.
+    """Return `value`, at most the sequence length; or if `density` is given, the size with the nearest density.
 
-    Give exactly one of `value` and `density`. `name`: the argument's name in errors; `spans`: returns the intervals for
-    a size.
+    Give exactly one of `value` and `density`. `name`: the argument's name in errors; `spans(grid, size, *more)` returns
+    the intervals for a size.
     """
     if (value is None) == (density is None):
         raise ValueError(f"give either {name} or density, got {name}={value}, density={density}")
     if value is not None:
-        return min(checks.positive(name, value), largest)
+        return min(checks.positive(name, value), grid.seq_len)
     assert density is not None
     check_share("density", density)
+    return constant(_size_of_density, grid, density, spans, *more)
+
+
+def _size_of_density(grid: BlockGrid, density: float, spans: Callable[..., Spans], *more: Any) -> int:
     total = int(grid.visible().sum())
 
     def reached(size: int) -> float:
-        return int(runs_of_spans(grid, spans(size))[1].sum()) / total
+        return int(runs_of_spans(grid, spans(grid, size, *more))[1].sum()) / total
 
-    most = reached(largest)
+    most = reached(grid.seq_len)
     if most < density:
         raise ValueError(f"density={density} is out of reach: at most {most:.4g} for these arguments")
-    low, high = 1, largest
+    low, high = 1, grid.seq_len
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if reached(middle) >= density else (middle + 1, high)

@@ -131,7 +131,7 @@ def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
     NumPy sorts CPU tensors in place. On other devices and inside `torch.func`, PyTorch returns a new tensor.
     `kind`: NumPy's algorithm; "stable" takes linear time if `keys` joins a few sorted lists. PyTorch ignores it.
     """
-    if keys.device.type != "cpu" or in_torch_func():  # their tensors have no memory that NumPy could sort
+    if keys.device.type != "cpu" or torch.compiler.is_compiling() or in_torch_func():  # no memory for NumPy to sort
         return keys.sort().values
     keys.numpy().sort(kind=kind)  # 5 ms for two lists of 600,000; torch.sort: 10 ms, and 110 ms where cores are shared
     return keys

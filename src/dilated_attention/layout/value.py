@@ -223,7 +223,7 @@ class BlockLayout:
         seed gives the same layout.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
-        return cls._of(grid, builders.random(grid, density, seed))
+        return cls._of(grid, builders.constant(builders.random, grid, density, seed))
 
     @classmethod
     def longformer(
@@ -256,7 +256,7 @@ class BlockLayout:
         A drawn block may be one that the window or the global tokens already show.
         """
         grid = BlockGrid.of(seq_len, block_size, is_causal)
-        drawn = cls._of(grid, builders.random_blocks(grid, random_blocks, seed))
+        drawn = cls._of(grid, builders.constant(builders.random_blocks, grid, random_blocks, seed))
         return cls.longformer(seq_len, window, global_tokens, block_size, is_causal=is_causal) | drawn
 
     @classmethod
@@ -736,7 +736,7 @@ class BlockLayout:
     @classmethod
     def _of(cls, grid: BlockGrid, lists: Lists) -> BlockLayout:
         counts, indices = lists
-        counts = counts.reshape(*(1,) * (3 - counts.ndim), *counts.shape)
+        counts = counts[(None,) * (3 - counts.ndim)]
         tables = _named(row_offsets(counts)), _named(indices)
         return cls(*tables, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
 

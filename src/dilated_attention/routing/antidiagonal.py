@@ -9,7 +9,8 @@ from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import Sample
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.operator import selector
 from dilated_attention.routing.selectors import largest_shares
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share
 from dilated_attention.ranking import stable_topk
-from dilated_attention.torch_internals import is_mapped
 
 ALWAYS = 4.0  # added to the share of a block that is always listed; shares lie in [0, 2)
 Queries = Float[Tensor, "batch seq heads head_dim"]
@@ -34,77 +30,6 @@ def is_compiled(*tensors: Tensor) -> bool:
     """
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
-
-
-def selector(choose: Callable[..., BlockLayout]) -> Callable[..., BlockLayout]:
-    """Turn a function of q, k and options into a selector.
-
-    It chooses without gradients, and without autocast: shares keep their dtype. It takes `lengths`, `cu_seqlens` and
-    `key_padding_mask` too, as `attention` does, and then chooses in each sample by itself, so that padding is never
-    chosen and a sample's lists are those that it gets alone.
-    """
-    signature = inspect.signature(choose)
-    kinds = {"lengths": "Tensor | Sequence[int] | None", "cu_seqlens": "Tensor | Sequence[int] | None"}
-    kinds["key_padding_mask"] = "Tensor | None"
-    ragged = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in kinds.items()
-    ]
-
-    @wraps(choose)
-    def chosen(
-        *arguments: Any, lengths: Any = None, cu_seqlens: Any = None, key_padding_mask: Any = None, **options: Any
-    ) -> BlockLayout:
-        given = signature.bind(*arguments, **options)
-        tensors = [x for x in given.arguments.values() if isinstance(x, Tensor)]
-        device = next((x.device.type for x in tensors if not x.is_meta), "cpu")
-
-        def one(q: Tensor, k: Tensor) -> BlockLayout:
-            given.arguments.update(q=q, k=k)
-            return choose(*given.args, **given.kwargs)
-
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            q, k = given.arguments["q"], given.arguments["k"]
-            if any(isinstance(x, Tensor) and is_mapped(x) for x in (q, k)):
-                raise UnsupportedError(
-                    f"{choose.__name__} under torch.func.vmap: it reads values, which vmap hides; give the mapped "
-                    "dimension as part of the batch"
-                )
-            if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k)):
-                return one(q, k)  # which says what is wrong
-            if not (len(q) or len(k)):  # an empty batch: make the lists of a batch of one, and select none of them
-                return one(*(x.new_zeros(1, *x.shape[1:]) for x in (q, k))).select(batch=[])
-            if key_padding_mask is not None:
-                if lengths is not None or cu_seqlens is not None:
-                    raise ValueError("key_padding_mask is given beside lengths or cu_seqlens")
-                lengths = _lengths_of(k, key_padding_mask)
-            lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
-            if lengths is None and cu_seqlens is None:
-                return one(q, k)
-            layouts = [
-                one(q[at], k[at])
-                if at[1].start < at[1].stop
-                else one(*(x.new_zeros(1, 1, *x.shape[2:]) for x in (q, k)))
-                for at in checks.samples(q.shape[1], lengths, cu_seqlens)
-            ]
-            return BlockLayout.stack(layouts, seq_len=None if lengths is None else q.shape[1])
-
-    chosen.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *ragged])  # type: ignore[attr-defined]
-    return chosen
-
-
-def _lengths_of(k: Tensor, key_padding_mask: Tensor) -> Tensor:
-    """Return how many tokens each sample has before its padding; ValueError where a token follows a hidden one."""
-    checks.mask(k, key_padding_mask)
-    lengths = (~key_padding_mask).sum(1)
-    hidden_end = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
-    if not torch.equal(hidden_end, key_padding_mask):
-        sample = int((hidden_end != key_padding_mask).any(1).nonzero()[0])
-        raise ValueError(
-            f"key_padding_mask must hide the end of each sample only; got a hidden token before others in "
-            f"sample {sample}. Pack the tokens that are not hidden, x[~key_padding_mask][None], and give cu_seqlens"
-        )
-    return lengths
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import block_peaks, in_blocks, part_means, pieces
 from dilated_attention.routing.forecast import Forecast
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, is_compiled, selector
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, is_compiled
+from dilated_attention.routing.operator import selector
 
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
 LSH_KEYS = 20  # and keys, those with the largest weights

@@ -11,7 +11,8 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.ranking import slices
 from dilated_attention.routing.estimates import Sample, shares
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.operator import selector
 
 KEPT = 0.9  # lost less of a small language model's attention than 1, 0.7 and 0.4 (docs/notebook.md)
 

@@ -14,7 +14,8 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import Sample, extremes, pooled_queries
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, selector
+from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.operator import selector
 from dilated_attention.routing.selectors import largest_shares
 
 

@@ -16,7 +16,8 @@ from dilated_attention.layout.spans import BlockSize, check_share
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import QUERY_PARTS, Sample, estimated_shares, listed_shares, pooled, shares
 from dilated_attention.routing.forecast import Forecast
-from dilated_attention.routing.grid import ALWAYS, Candidates, Keys, Queries, candidates, ranked, selector
+from dilated_attention.routing.grid import ALWAYS, Candidates, Keys, Queries, candidates, ranked
+from dilated_attention.routing.operator import selector
 
 
 @selector
