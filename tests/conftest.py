@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import runpy
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
+from select import select
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -158,22 +160,25 @@ def _filters(config: pytest.Config) -> Iterator[tuple[str, str, str, str]]:
         yield action, message, category or "Warning", module
 
 
-@pytest.fixture
-def fresh_python(pytestconfig: pytest.Config) -> Callable[..., str]:
-    """`fresh_python(source, **environment)` runs `source` in a new interpreter without this file; its standard output.
-
-    For what the checking wrappers prevent (`torch.compile(fullgraph=True)` cannot trace through them) and
-    for what is decided when a module is imported (`TRITON_INTERPRET="1"`). Warnings are errors there too,
-    by the filters of pyproject.toml.
-    """
-    filters = "; ".join(
+@pytest.fixture(scope="session")
+def filters(pytestconfig: pytest.Config) -> str:
+    """A line of Python that makes warnings errors, by the filters of pyproject.toml."""
+    return "import warnings; " + "; ".join(
         f"warnings.filterwarnings({action!r}, {message!r}, {category}, {module!r})"
         for action, message, category, module in _filters(pytestconfig)
     )
 
+
+@pytest.fixture
+def fresh_python(filters: str) -> Callable[..., str]:
+    """`fresh_python(source, **environment)` runs `source` in a new interpreter without this file; its standard output.
+
+    For what is decided when a module is imported (`TRITON_INTERPRET="1"`).
+    """
+
     def run(source: str, **environment: str) -> str:
         process = subprocess.run(
-            [sys.executable, "-c", f"import warnings; {filters}\n{textwrap.dedent(source)}"],
+            [sys.executable, "-c", f"{filters}\n{textwrap.dedent(source)}"],
             env=os.environ | environment,
             capture_output=True,
             text=True,
@@ -181,5 +186,59 @@ def fresh_python(pytestconfig: pytest.Config) -> Callable[..., str]:
         )
         assert process.returncode == 0, process.stdout + process.stderr
         return process.stdout
+
+    return run
+
+
+# For each line that it reads, a fork runs a file of Python and writes what that prints to another. The fork's namespace
+# is a new interpreter's: what the file does not import is missing.
+_FORKS = """
+def of_next_line():
+    import json, os, sys, torch._dynamo, torch._functorch.aot_autograd, torch.export, dilated_attention
+    for source, printed, folder, environment in map(json.loads, sys.stdin):
+        if child := os.fork():
+            print(os.waitpid(child, 0)[1], flush=True)
+            continue
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream in (1, 2):
+            os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        return compile(open(source, encoding="utf-8").read(), source, "exec")
+    return ""
+
+exec(of_next_line())
+"""
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+@pytest.fixture
+def compiling_python(request: pytest.FixtureRequest, filters: str, tmp_path: Path) -> Callable[[str], str]:
+    """`compiling_python(source)` runs `source` without this file, whose checking wrappers `torch.compile` cannot trace.
+
+    It runs in a fork of an interpreter that has imported PyTorch's compiler, which takes seconds, and returns what it
+    prints.
+    """
+    if not hasattr(os, "fork"):
+        return request.getfixturevalue("fresh_python")
+    process = request.getfixturevalue("forks")
+
+    def run(source: str) -> str:
+        files = tmp_path / "source", tmp_path / "printed"
+        files[0].write_text(f"{filters}\n{textwrap.dedent(source)}", encoding="utf-8")
+        files[1].write_text("")
+        print(json.dumps([*map(str, files), os.getcwd(), dict(os.environ)]), file=process.stdin, flush=True)
+        assert select([process.stdout], [], [], 300)[0], "no answer in 300 seconds"
+        status = int(process.stdout.readline())
+        printed = files[1].read_text(encoding="utf-8")
+        assert status == 0, printed
+        return printed
 
     return run

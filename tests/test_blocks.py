@@ -448,9 +448,9 @@ def test_gradcheck(name):
 
 
 @pytest.mark.slow
-def test_compiles_in_one_graph(fresh_python):
+def test_compiles_in_one_graph(compiling_python):
     """Layouts and products, forward and backward, to the same bits; a static layout is found in the cache again."""
-    fresh_python(
+    compiling_python(
         """
         import torch
         from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, plan_cache

@@ -56,13 +56,13 @@ def commands(text: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_blocks_run(document, tmp_path, monkeypatch, fresh_python):
+def test_python_blocks_run(document, tmp_path, monkeypatch, compiling_python):
     code = python(document.read_text(encoding="utf-8"))
     if not code.strip():
         return
     monkeypatch.chdir(tmp_path)
     if ALONE.search(code):
-        fresh_python(code)
+        compiling_python(code)
     else:
         exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
 

@@ -222,8 +222,8 @@ def test_torch_func():
 
 
 @pytest.mark.slow
-def test_compiled(fresh_python):
-    fresh_python(
+def test_compiled(compiling_python):
+    compiling_python(
         """
         import torch
         from dilated_attention import dilated_attention

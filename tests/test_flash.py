@@ -262,9 +262,9 @@ def test_by_name():
 
 
 @pytest.mark.slow
-def test_by_name_in_a_graph(fresh_python):
+def test_by_name_in_a_graph(compiling_python):
     """Checks that the trace could not make are made when the graph runs."""
-    fresh_python("""
+    compiling_python("""
         import torch
         from dilated_attention import BackendError, dilated_attention
 

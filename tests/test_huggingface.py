@@ -688,9 +688,9 @@ def test_a_table_of_offsets(name):
 
 
 @pytest.mark.slow
-def test_compiled_in_one_graph(fresh_python):
+def test_compiled_in_one_graph(compiling_python):
     """Uses attention_mask: without one, transformers takes a traced batch for packed sequences."""
-    fresh_python("""
+    compiling_python("""
         import torch
         from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
         from dilated_attention.integrations.huggingface import dilate

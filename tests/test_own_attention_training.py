@@ -126,8 +126,8 @@ some_families = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @some_families
-def test_compiles_in_one_graph(families, fresh_python):
-    fresh_python(
+def test_compiles_in_one_graph(families, compiling_python):
+    compiling_python(
         f"families = {families}\n"
         + _TRACED
         + """
@@ -145,9 +145,9 @@ for family in families:
 
 @pytest.mark.slow
 @some_families
-def test_exports(families, fresh_python):
+def test_exports(families, compiling_python):
     """A program exported with one mask computes the model with another; the number of tokens is fixed."""
-    fresh_python(
+    compiling_python(
         f"families = {families}\n"
         + _TRACED
         + """

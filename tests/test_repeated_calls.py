@@ -383,9 +383,9 @@ class TestState:
                 attention(*inputs, SimpleNamespace())
         assert len(checked) == 6
 
-    def test_compiled(self, fresh_python):
+    def test_compiled(self, compiling_python):
         """Eager calls before and after a compiled one do not change what its graph computes, at any length."""
-        fresh_python(
+        compiling_python(
             """
             import torch
             from dilated_attention import BlockLayout, Dilated, Window, attention, dilated_attention

@@ -440,9 +440,9 @@ def test_samples_that_do_not_fit():
 
 
 @pytest.mark.slow
-def test_chooses_in_one_graph(fresh_python):
+def test_chooses_in_one_graph(compiling_python):
     """A graph holds one operator with the lists of a call outside, for whole and ragged batches of any length."""
-    fresh_python(
+    compiling_python(
         """
         import torch
         from functools import partial

@@ -282,8 +282,8 @@ def test_a_projection_is_called_once_for_all_slides():
 
 
 @pytest.mark.slow
-def test_a_slide_encoder_is_exported(fresh_python):
-    fresh_python(
+def test_a_slide_encoder_is_exported(compiling_python):
+    compiling_python(
         """
         import torch
         from dilated_attention import Dilated

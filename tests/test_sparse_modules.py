@@ -425,8 +425,8 @@ def test_what_is_refused(make, message, unchecked):
 
 
 @pytest.mark.slow
-def test_compiles_in_one_graph_and_exports(fresh_python):
-    fresh_python(
+def test_compiles_in_one_graph_and_exports(compiling_python):
+    compiling_python(
         """
         import torch
         from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention

@@ -142,8 +142,8 @@ def test_random_sequences(first):
 
 
 @pytest.mark.thorough
-def test_random_compiled_sequences(fresh_python):
-    fresh_python(
+def test_random_compiled_sequences(compiling_python):
+    compiling_python(
         f"""
         import sys, torch
         sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -172,9 +172,9 @@ def test_a_layout_that_was_written_to_is_refused():
 
 
 @pytest.mark.slow
-def test_tables_that_are_computed_in_a_compiled_graph(fresh_python):
+def test_tables_that_are_computed_in_a_compiled_graph(compiling_python):
     """Inductor gives the memory, and the tensor, of one layer's tables to the next layer's."""
-    fresh_python(
+    compiling_python(
         """
         import torch
         from dilated_attention import BlockLayout, block_sparse_attention

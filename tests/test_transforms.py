@@ -345,9 +345,9 @@ def test_jit_trace_is_refused():
 
 
 @pytest.mark.slow
-def test_compiled_and_exported(fresh_python):
+def test_compiled_and_exported(compiling_python):
     """Each is one graph, at lengths that change; masks are checked when the graph runs."""
-    fresh_python("""
+    compiling_python("""
         import warnings
         import torch
         from torch import nn
@@ -479,9 +479,9 @@ def test_compiled_and_exported(fresh_python):
 
 
 @pytest.mark.slow
-def test_exported_by_definition_with_a_layout(fresh_python):
+def test_exported_by_definition_with_a_layout(compiling_python):
     """ONNX needs this. What the trace derives of the layout stays in the trace."""
-    fresh_python(
+    compiling_python(
         """
         import torch
         from dilated_attention import BlockLayout, Dilated, Window, attention
@@ -505,9 +505,9 @@ def test_exported_by_definition_with_a_layout(fresh_python):
     )
 
 
-def test_exported_with_a_layout_function(fresh_python, tmp_path):
+def test_exported_with_a_layout_function(compiling_python, tmp_path):
     """For any length the program calls the function when it runs; for one length it holds the lists."""
-    fresh_python(
+    compiling_python(
         f"""
         import torch
         from dilated_attention import BlockLayout, Dilated, attention
@@ -540,7 +540,7 @@ def test_exported_with_a_layout_function(fresh_python, tmp_path):
         torch.export.save(exported, {str(tmp_path / "program.pt2")!r})
         """
     )
-    fresh_python(
+    compiling_python(
         f"""
         import torch
         import dilated_attention

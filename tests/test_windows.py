@@ -420,8 +420,8 @@ def test_ragged_batches_compilation_and_transforms():
 
 
 @pytest.mark.slow
-def test_compiles_in_one_graph(fresh_python):
-    fresh_python(
+def test_compiles_in_one_graph(compiling_python):
+    compiling_python(
         """
         import torch
         from dilated_attention import Dilated, Window, attention

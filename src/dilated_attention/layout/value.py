@@ -597,9 +597,7 @@ class BlockLayout:
                 "take .causal() of both"
             )
         merged, lead = self._merge(other)
-        keep = torch.ones_like(merged, dtype=torch.bool)
-        keep[1:] = merged[1:] != merged[:-1]
-        return self._of(self.grid, lists_of_keys(self.grid, merged[keep], lead))
+        return self._of(self.grid, lists_of_keys(self.grid, merged.unique_consecutive(), lead))
 
     def __and__(self, other: BlockLayout) -> BlockLayout:
         """Return the intersection: the blocks that both layouts list. It is causal if at least one of them is."""
@@ -607,7 +605,8 @@ class BlockLayout:
             return NotImplemented
         merged, lead = self._merge(other)
         grid = self.grid if self.is_causal == other.is_causal else replace(self.grid, is_causal=False)
-        both = self._of(grid, lists_of_keys(grid, merged[1:][merged[1:] == merged[:-1]], lead))
+        keys, times = merged.unique_consecutive(return_counts=True)
+        both = self._of(grid, lists_of_keys(grid, keys[times == 2], lead))
         return both.causal() if self.is_causal or other.is_causal else both
 
     def causal(self) -> BlockLayout:
