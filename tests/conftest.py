@@ -195,6 +195,8 @@ def fresh_python(filters: str) -> Callable[..., str]:
 _FORKS = """
 def of_next_line():
     import json, os, sys, torch._dynamo, torch._functorch.aot_autograd, torch.export, dilated_attention
+    if torch.__version__ < (2, 9):  # it traces no list of unknown length unasked
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
     for source, printed, folder, environment in map(json.loads, sys.stdin):
         if child := os.fork():
             print(os.waitpid(child, 0)[1], flush=True)

@@ -456,8 +456,6 @@ def test_compiles_in_one_graph(compiling_python):
         from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, plan_cache
         from dilated_attention.nn import BlockSparseDilatedAttention
 
-        if torch.__version__ < (2, 9):  # it traces no repeat_interleave, which a callable's layout is made by, unasked
-            torch._dynamo.config.capture_dynamic_output_shape_ops = True
         n = 100
         q, k, v = (torch.randn(2, n, heads, 8, requires_grad=True) for heads in (4, 2, 2))
 
@@ -467,12 +465,13 @@ def test_compiles_in_one_graph(compiling_python):
 
         shared = BlockLayout.bigbird(n, 30, 20, 1, 0, 16)
         per_head = BlockLayout.from_mask(torch.rand(1, 4, 7, 4) < 0.4, n, (16, 32))
+        near = lambda m: BlockLayout.local(m, 20, 16)
         product = Dilated((50,), (1,)) * BlockLayout.local(50, 20, 16)
         for call in (
             lambda *x, **y: block_sparse_attention(*x, shared, **y),
             lambda *x, **y: block_sparse_attention(*x, per_head, is_causal=True, **y),
             lambda q, k, v, **y: attention(q, k, v[..., :5], product, sinks=v[0, 0, :, 0].repeat(2), **y),
-            lambda *x, **y: attention(*x, Dilated((60, n), (1, 2)) * (lambda m: BlockLayout.local(m, 20, 16)), **y),
+            lambda *x, **y: attention(*x, Dilated((60, n), (1, 2)) * near, **y),
             BlockSparseDilatedAttention(shared),
         ):
             expected = gradients(call)

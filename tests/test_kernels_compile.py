@@ -83,7 +83,6 @@ SPILLED_BY_TRITON_3_9 = {
     Variant("sm_90", "dkdv", 96, "bf16", "grouped"): 24,
 }
 SPILLED_BY_TRITON_3_4 = {
-    Variant("sm_90", "forward", 128, "bf16", "causal"): 32,
     Variant("sm_80", "forward", 128, "bf16", "causal"): 24,
 }
 """Bytes, of kernels that spill nothing with 3.7.1."""

@@ -449,8 +449,7 @@ def test_chooses_in_one_graph(compiling_python):
         from dilated_attention import block_sparse_attention
         from dilated_attention.routing import hierarchical_blocks, page_bounds, topk_blocks, topp_blocks
 
-        torch._dynamo.config.capture_dynamic_output_shape_ops = True  # PyTorch 2.8 does not do it unasked
-        torch._dynamo.config.capture_scalar_outputs = True
+        torch._dynamo.config.capture_scalar_outputs = True  # PyTorch 2.8 does not do it unasked
 
         def attend(q, k, choose, **ragged):
             return block_sparse_attention(q, k, k, choose(q, k, **ragged), **ragged)

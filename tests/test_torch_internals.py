@@ -89,6 +89,11 @@ def test_a_false_condition_raises():
         torch_internals.require_when_run(torch.tensor(False), "wrong")
 
 
+def test_no_size_is_a_symbol_where_nothing_is_exported():
+    compiled = torch.compile(lambda x: x + torch_internals.is_symbol(x.shape[0]), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(3)).sum() == 0
+
+
 def test_private_names_are_used_nowhere_else():
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"

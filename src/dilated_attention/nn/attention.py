@@ -97,7 +97,7 @@ class DilatedAttention(nn.Module):
 
     def pattern_of(self, seq_len: int) -> Pattern:
         """Return the pattern for this many tokens."""
-        return self.pattern if isinstance(self.pattern, Pattern) else pattern_for(self.pattern, seq_len)
+        return pattern_for(self.pattern, seq_len) if callable(self.pattern) else self.pattern
 
     def forward(
         self,
