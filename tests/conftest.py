@@ -32,8 +32,9 @@ if build["refusal"]() is None and build["outdated"]():
 # their own arguments, and beartype's sampling inside a strategy would disturb hypothesis. Triton compiles a kernel from
 # the function's own source and globals, and the checking wrapper has others.
 CHECKED = ("merge", "backends", "parallel", "nn")
-CHECKS = 20
-"""The calls of a function that are checked in a test: checking all of them took a fifth of the time of all tests."""
+CHECKS = 5
+"""The calls of a function that are checked in a test: checking all of them took a fifth of the time of all tests. A
+function inside another is not checked: it would be wrapped anew at each call of the other."""
 
 _jaxtyped, _calls = jaxtyping.jaxtyped, Counter()
 
@@ -41,6 +42,8 @@ _jaxtyped, _calls = jaxtyping.jaxtyped, Counter()
 def _checked_at_first(fn: Any = None, *, typechecker: Any) -> Any:
     if fn is None:
         return partial(_checked_at_first, typechecker=typechecker)
+    if "<locals>" in fn.__qualname__:
+        return fn
     checked = _jaxtyped(fn, typechecker=typechecker)
     if not isinstance(fn, FunctionType):
         return checked
@@ -57,11 +60,18 @@ jaxtyping.jaxtyped = jaxtyping._decorator.jaxtyped = _checked_at_first
 jaxtyping.install_import_hook([f"dilated_attention.{name}" for name in CHECKED], "beartype.beartype")
 
 
+def _seed(seed: int) -> None:
+    """Do what `torch.manual_seed` does, which also notes the stack for each kind of device that is not there."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
 class _TorchGenerator:
     """Lets hypothesis seed torch before each example, so that a failure replays and shrinks on the same tensors."""
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        _seed(seed)
 
     def getstate(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -95,7 +105,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """The test starts from torch's seed 0 and with checks of annotations, whatever ran before it."""
-    torch.manual_seed(0)
+    _seed(0)
     _calls.clear()
 
 
