@@ -100,20 +100,9 @@ def _pack(call: Call) -> tuple[Any, ...]:
     return numbers, call.scale, call.softcap, call.dropout_p, words, tables, *ragged, call.seed
 
 
-def _unpack(
-    k: Tensor,
-    numbers: Sequence[int],
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    words: Sequence[str],
-    tables: Sequence[Tensor],
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    key_padding_mask: Tensor | None,
-    seed: Tensor | None,
-) -> Call:
-    """Return the call that `_pack` packed into the other arguments; k gives the number of KV heads."""
+def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
+    """Return the call that `_pack` packed; k gives the number of KV heads."""
+    numbers, scale, softcap, dropout_p, words, tables, lengths, cu_seqlens, key_padding_mask, seed = packed
     read = _read(tuple(numbers), k.shape[2], _of_mesh(words))
     layouts = [
         BlockLayout(tables[2 * i], tables[2 * i + 1], seq_len, q_block, k_block, bool(is_causal))
@@ -179,7 +168,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
 
     Over a mesh the list continues with what the backward needs: other ranks' rows.
     """
-    return _run(_unpack(k, *packed), q, k, v)
+    return _run(_unpack(k, packed), q, k, v)
 
 
 @not_traced
@@ -198,7 +187,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     numbers, _, _, _, words = packed[:5]
     if not _of_mesh(words):
         return [out, lse]
-    call = _unpack(k, [int(x) for x in numbers], *packed[1:])
+    call = _unpack(k, ([int(x) for x in numbers], *packed[1:]))
     return [out, lse, *over_mesh.empty_saved(call, q, k)]
 
 
@@ -208,23 +197,22 @@ def _backward(
     *packed: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv), contiguous, from what `dilated_attention::forward` returned: out, lse and then `saved`."""
-    return _run_backward(_unpack(k, *packed), dout, dlse, q, k, v, out, lse, saved)
+    return _run_backward(_unpack(k, packed), dout, dlse, q, k, v, [out, lse, *saved])
 
 
 @not_traced
 def _run_backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    saved: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     if in_autocast(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return _run_backward(call, dout, dlse, q, k, v, out, lse, saved)
+            return _run_backward(call, dout, dlse, q, k, v, results)
     call, factor = call.with_function(q, k), call.factor
     q = q if factor == 1 else q * factor
     if call.shards is None:
-        dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, out, lse)
+        dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, *results)
     else:
-        dq, dk, dv = over_mesh.backward(call, dout, dlse, q, k, v, [out, lse, *saved])
+        dq, dk, dv = over_mesh.backward(call, dout, dlse, q, k, v, results)
     return dq if factor == 1 else dq.mul_(factor), dk, dv
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -123,22 +123,21 @@ def _block_table(
         edge = max(1, own // loop) if own % loop == 0 or loop % own == 0 else -(-(own - 1) // loop) + 1
     else:
         edge = int(side == "queries" and not even)
-    return _table(lines, side, shape, 1, layout.is_causal, even, edge, device, layout.seq_len)
+    return replace(_table(lines, side, shape, 1, layout.is_causal, even, edge, device), count=layout.seq_len)
 
 
 def _table(
-    lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device,
-    count: int | None = None,
-) -> Table:  # fmt: skip
+    lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device
+) -> Table:
     """Make a table from lines with `spans` spans each; `masked` becomes its `is_causal`.
 
-    `edge` and `count` are as in `Table`, whose other fields follow from the lines and `shape`. `even`: every tile that
-    the loop streams is full.
+    `edge` is as in `Table`, whose other fields follow from the lines and `shape`. `even`: every tile that the loop
+    streams is full.
     """
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
-    return Table(_to(device, lines), spans, not lines[:, FIRST].all(), masked, banded, even, edge, reach, count)
+    return Table(_to(device, lines), spans, not lines[:, FIRST].all(), masked, banded, even, edge, reach)
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:
