@@ -7,12 +7,13 @@ import math
 import pickle
 import re
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dilated_attention import Dilated, ranking
+from dilated_attention import Dilated, UnsupportedError, ranking
 from dilated_attention.nn import (
     BlockAttentionMixture,
     NativeSparseAttention,
@@ -188,6 +189,33 @@ def test_definition(kind, case):
     )
     for gradient, reference in zip(found, wanted, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("edges", [[0, 7, 7, 19], torch.tensor([0, 1, 19]), (0, 19)], ids=len)
+@pytest.mark.parametrize("kind", NAIVE)
+def test_packed_samples(kind, edges):
+    module, x = made(kind, (19, 4, 2, 1, {}))
+    x = x[:1].requires_grad_()
+    samples = [slice(*pair) for pair in pairwise(list(edges)) if pair[0] < pair[1]]
+    positions = torch.cat([torch.arange(at.stop - at.start) for at in samples])
+    rotary = rotary_tables(positions, HEAD_DIM, dtype=torch.float64)
+    alone = torch.cat([module(x[:, at], tuple(table[at] for table in rotary)) for at in samples], 1)
+    packed = module(x, rotary, cu_seqlens=edges)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=0)
+    found, expected = (torch.autograd.grad(out.sin().sum(), [x, *module.parameters()]) for out in (packed, alone))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [native, mixture])
+def test_packed_samples_that_do_not_fit(make):
+    layer, x = make(2, 1, 1), torch.randn(2, 9, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"cu_seqlens .* needs batch 1; got batch 2"):
+        layer(x, cu_seqlens=[0, 9])
+    with pytest.raises(ValueError, match=r"cu_seqlens must ascend from 0 to 9.*got \[0, 8\]"):
+        layer(x[:1], cu_seqlens=[0, 8])
+    with pytest.raises(UnsupportedError, match=r"cu_seqlens with a cache .* make one call per sample"):
+        layer(x[:1], cu_seqlens=[0, 9], cache=SelectionCache())
+    assert layer(x[:1, :0], cu_seqlens=[0, 0]).shape == (1, 0, 8)
 
 
 @pytest.mark.parametrize("prompt", [1, 14])

@@ -93,7 +93,7 @@ def _outside() -> int:
     return level
 
 
-def ragged(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def ragged(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths and cu_seqlens both given; lengths is for padded batches, cu_seqlens for packed ones")
     if lengths is not None:

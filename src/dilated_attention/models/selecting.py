@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -17,7 +14,7 @@ from dilated_attention.plumbing import Tables
 class SelectedAttention(nn.Module):
     """Give `NativeSparseAttention` or `BlockAttentionMixture` the interface of `SelfAttention`.
 
-    It is causal, and keeps no keys and values for generation. Packed samples are computed one after another.
+    It is causal, and keeps no keys and values for generation.
     """
 
     def __init__(self, config: LongNetConfig, backend: str) -> None:
@@ -47,14 +44,6 @@ class SelectedAttention(nn.Module):
             raise UnsupportedError(
                 "an encoder with config.selection is not supported: attention that selects is causal"
             )
-        if cu_seqlens is None:
-            if self.selected.mesh is not None:
-                self.selected.seq_len = seq_len
-            return self.selected(x, rotary)
         if self.selected.mesh is not None:
-            raise UnsupportedError("cu_seqlens over a mesh is not supported with selection")
-        samples = [
-            self.selected(x[:, start:stop], rotary and tuple(table[..., start:stop, :, :] for table in rotary))
-            for start, stop in pairwise(cu_seqlens.tolist())
-        ]
-        return torch.cat(samples, 1) if samples else x
+            self.selected.seq_len = seq_len
+        return self.selected(x, rotary, cu_seqlens=cu_seqlens)

@@ -37,8 +37,9 @@ class BlockAttentionMixture(SelectingAttention):
         backend: as in `attention`.
 
     Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and as `cache` the
-    `SelectionCache` of the tokens before x; it returns the shape of x. Pad shorter samples at their ends: no row sees a
-    later one. Over a mesh (`parallel.set_context_parallel`) x is this rank's shard, and cache must be None.
+    `SelectionCache` of the tokens before x; it returns the shape of x. Pad shorter samples at their ends, since no row
+    sees a later one, or pack them and give `cu_seqlens`. Over a mesh (`parallel.set_context_parallel`) x is this rank's
+    shard, and cache must be None.
 
     Examples:
         >>> from dilated_attention.nn import BlockAttentionMixture

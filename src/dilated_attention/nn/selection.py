@@ -293,6 +293,7 @@ class SelectingAttention(nn.Module):
         rotary: Tables | None = None,
         *,
         cache: SelectionCache | None = None,
+        cu_seqlens: Sequence[int] | Int[Tensor, " samples_and_one"] | None = None,
     ) -> Float[Tensor, "batch seq embed_dim"]:
         """Return the attention's output, shaped like x.
 
@@ -302,10 +303,13 @@ class SelectingAttention(nn.Module):
                 the rows equal those of one forward over all tokens. The first call computes its tokens together, later
                 calls one by one. No gradient flows into the cache. If the call raises, the cache is as it was before;
                 but the caches of a model's earlier layers, whose calls returned, hold the tokens of x already.
+            cu_seqlens: the edges of the samples that are packed in x, one after another, as in `attention`. Each gets
+                the output that it gets alone. The batch must then be 1, without a cache and without a mesh.
 
         Raises:
-            ValueError: x is not `(batch, seq, embed_dim)`; the rotary tables do not fit its shape; or the cache belongs
-                to another layer or batch size, or is given over a mesh.
+            ValueError: x is not `(batch, seq, embed_dim)`; the rotary tables or cu_seqlens do not fit its shape; or the
+                cache belongs to another layer or batch size.
+            UnsupportedError: a cache over a mesh, or cu_seqlens with either.
         """
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be (batch, seq, embed_dim={self.embed_dim}); got shape {tuple(x.shape)}")
@@ -318,6 +322,16 @@ class SelectingAttention(nn.Module):
                 )
         if self.mesh is not None and cache is not None:
             raise UnsupportedError("cache: a SelectionCache holds the tokens of one device; over a mesh pass None")
+        if cu_seqlens is not None:
+            if self.mesh is not None or cache is not None:
+                raise UnsupportedError(
+                    "cu_seqlens with a cache or over a mesh is not supported where blocks are selected; "
+                    "make one call per sample"
+                )
+            _, edges = checks.ragged(x, None, cu_seqlens)
+            samples = [at for at in checks.samples(x.shape[1], None, edges) if at[1].start < at[1].stop]
+            outs = [self._whole(x[at], tables_at(rotary, at[1]), None) for at in samples]
+            return torch.cat(outs, 1) if outs else self.output(x)
         if not x.numel() and self.mesh is None:
             return self.output(x)
         if cache is None:
