@@ -211,7 +211,6 @@ def test_the_loopback_interface_is_named_where_it_has_that_name(platform, named,
 
 @pytest.mark.slow
 def test_every_variant_compiles(compiling_python):
-    """Runs in a fresh process: the annotation checks of this one cannot be traced."""
     compiling_python("""
         from dataclasses import replace
 

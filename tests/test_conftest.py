@@ -55,6 +55,14 @@ def test_fresh_python_fails_on_a_warning(fresh_python):
         fresh_python("import warnings; warnings.warn('ours', FutureWarning)")
 
 
+def test_compiling_python_fails_on_errors_and_warnings_and_imports_nothing(compiling_python):
+    assert compiling_python("print('found')") == "found\n"
+    with pytest.raises(AssertionError, match="UserWarning: found"):
+        compiling_python("import warnings; warnings.warn('found')")
+    with pytest.raises(AssertionError, match="NameError: name 'torch'"):
+        compiling_python("torch.zeros(1)")
+
+
 def warn_from(module, category):
     """A warning that points at `module`, as one of its own lines would raise it."""
     exec(f"import warnings; warnings.warn('a warning', {category})", {"__name__": module})

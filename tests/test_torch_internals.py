@@ -56,6 +56,8 @@ def test_transforms_and_modes_are_noticed():
     assert torch_internals.observed(torch.nn.Parameter(x))
     with FlopCounterMode(display=False):
         assert torch_internals.observed(x)
+        with torch_internals.unobserved():
+            assert not torch_internals.observed(x)
 
 
 def test_gradients_that_autograd_maps_over():

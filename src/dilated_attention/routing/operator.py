@@ -49,7 +49,9 @@ def selector(choose: Choose) -> Choose:
     def chosen(
         *arguments: Any, lengths: Any = None, cu_seqlens: Any = None, key_padding_mask: Any = None, **options: Any
     ) -> BlockLayout:
-        given = signature.bind(*arguments, **options).arguments
+        bound = signature.bind(*arguments, **options)
+        bound.apply_defaults()
+        given = bound.arguments
         q, k = given.pop("q"), given.pop("k")
         for x in (q, k):
             if isinstance(x, Tensor) and is_mapped(x):
@@ -81,16 +83,15 @@ def _in_graph(
     options: dict[str, Any],
 ) -> BlockLayout:  # fmt: skip
     options = {option: fixed(value) for option, value in options.items()}
-    block_size, is_causal = options.get("block_size", 128), options.get("is_causal", False)
     seq_len = q.shape[1]
     if cu_seqlens is not None:
         seq_len = int(cu_seqlens.diff().max())
         taken_as_true(seq_len >= 1)
-    grid = BlockGrid.of(seq_len, block_size, is_causal)
+    grid = BlockGrid.of(seq_len, options["block_size"], options["is_causal"])
     indptr, indices = torch.ops.dilated_attention.choose(
         q.detach(), k.detach(), lengths, cu_seqlens, mask, seq_len, name, _as_text(options)
     )
-    return BlockLayout(indptr, indices, grid.seq_len, grid.q_block, grid.k_block, is_causal)
+    return BlockLayout(indptr, indices, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
 
 
 @torch.library.impl("dilated_attention::choose", "CompositeExplicitAutograd")
@@ -108,7 +109,7 @@ def _(
     name: str, options: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     given = json.loads(options)
-    rows = BlockGrid.of(seq_len, given.get("block_size", 128), is_causal=False).rows
+    rows = BlockGrid.of(seq_len, given["block_size"], given["is_causal"]).rows
     lists = (k if given.get("per_kv_head") else q).shape[2]
     batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     blocks = torch.library.get_ctx().new_dynamic_size(min=0)
