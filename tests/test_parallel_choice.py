@@ -279,7 +279,7 @@ def test_random_choices_over_a_mesh(size):
 def run_mixture():
     """This rank's traffic in forward, and what is counted for the attention with these lists."""
     module, x, _, tables = module_of("mixture")
-    layout = module._layout(module._chosen(*chosen_from(module, x, tables), [0, x.shape[1]], 0), x.shape[1])
+    layout = module._selected(*chosen_from(module, x, tables), [0, x.shape[1]], 0, None)
     set_context_parallel(module, dist.group.WORLD, transport="exchange", seq_len=x.shape[1])
     own, link = slice(*sequence_range(x.shape[1], dist.group.WORLD)), link_of(dist.group.WORLD)
     link.traffic = Traffic()
@@ -294,7 +294,7 @@ def run_mixture():
 
 def chosen_from(module, x, tables):
     q, (k, _) = module._project(x, tables)
-    return q, module._means(k[:, : x.shape[1] // 16 * 16])
+    return q, module._means(k)
 
 
 def test_a_mixture_receives_mean_keys_and_chosen_rows():

@@ -456,22 +456,43 @@ def test_what_is_refused(make, message, unchecked):
 def test_compiles_in_one_graph_and_exports(compiling_python):
     compiling_python(
         """
+        import inspect
         import torch
+        from torch._dynamo.testing import CompileCounterWithBackend
         from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention
 
         torch.manual_seed(0)
-        sizes = {"compress_block": 8, "compress_stride": 4, "num_selected": 3, "window": 8}
         shared = {"block_size": 16, "query_block": 4}
-        for module in (
-            NativeSparseAttention(32, 4, 2, **sizes, **shared), BlockAttentionMixture(32, 4, 2, top_k=3, **shared)
+        sizes = {"compress_block": 8, "compress_stride": 4, "num_selected": 3, "window": 8, **shared}
+        batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=32, max=1 << 20)
+        deferred = {"prefer_deferred_runtime_asserts_over_guards": True}
+        any_length = {"dynamic_shapes": ({0: batch, 1: length},), **deferred}
+        exports_any = deferred.keys() <= inspect.signature(torch.export.export).parameters.keys()  # from PyTorch 2.9
+        for module, graphs in (
+            (NativeSparseAttention(32, 4, 2, **sizes), 2),
+            (BlockAttentionMixture(32, 4, 2, top_k=3, **shared), 1),
         ):
-            x = torch.randn(2, 70, 32, requires_grad=True)
-            found, expected = (
-                (out, *torch.autograd.grad(out.sin().sum(), [x, *module.input.parameters()]))
-                for out in (torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))
-            )
-            for a, b in zip(found, expected):
-                torch.testing.assert_close(a, b)
-            torch.testing.assert_close(torch.export.export(module, (x,)).module()(x * 2), module(x * 2))
+            counter = CompileCounterWithBackend("aot_eager")
+            compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
+            for length in (70, 33, 47):
+                x = torch.randn(2, length, 32, requires_grad=True)
+                found, expected = (
+                    (out, *torch.autograd.grad(out.sin().sum(), [x, *module.input.parameters()]))
+                    for out in (compiled(x), module(x))
+                )
+                for a, b in zip(found, expected):
+                    torch.testing.assert_close(a, b)
+            assert counter.frame_count == graphs, counter.frame_count
+            program = torch.export.export(module, (x,), **(any_length if exports_any else {})).module()
+            for shape in ((1, 32), (3, 1500), (2, 47)) if exports_any else [(2, 47)]:
+                x = torch.randn(*shape, 32)
+                assert torch.equal(program(x), module(x))
         """
     )
+
+
+def test_a_program_names_the_choice_that_is_not_loaded():
+    options = '{"block_size": [4, 16], "is_causal": true, "per_kv_head": true}'
+    q = torch.zeros(1, 16, 2, 8)
+    with pytest.raises(RuntimeError, match=r"'Unknown'.*import dilated_attention\.nn"):
+        torch.ops.dilated_attention.choose(q, q, None, None, None, 16, "Unknown", options)

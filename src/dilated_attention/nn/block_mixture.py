@@ -10,9 +10,21 @@ from torch import Tensor, nn
 
 from dilated_attention import checks
 from dilated_attention.decoding import listed_attention
+from dilated_attention.nn.choice import BlockChoice
 from dilated_attention.nn.positions import Tables
 from dilated_attention.nn.selection import SelectingAttention, SelectionCache
 from dilated_attention.parallel.choosing import sums_of_blocks
+
+
+class MixtureChoice(BlockChoice):
+    """Choose the blocks with the largest q · mean key, for each query head; `key` are the mean keys of whole blocks."""
+
+    def importance(self, q: Tensor, start: int, key: Tensor, blocks: int) -> Tensor:
+        mean = key[:, :blocks].permute(0, 2, 3, 1)[:, :, None]
+        query = q.to(mean.dtype).unflatten(2, (mean.shape[1], -1)).permute(0, 2, 3, 1, 4)
+        with torch.autocast(q.device.type, enabled=False):
+            scores = (query @ mean).flatten(1, 2)
+        return F.pad(scores, (0, blocks - scores.shape[-1]))  # a last block that is not whole
 
 
 class BlockAttentionMixture(SelectingAttention):
@@ -69,7 +81,7 @@ class BlockAttentionMixture(SelectingAttention):
             embed_dim, num_heads, num_kv_heads, block_size=block_size, query_block=query_block, backend=backend
         )
         self.top_k = checks.positive("top_k", top_k)
-        self.lists, self.choice = self.num_heads, {"number": self.top_k, "local": 1, "first": False}
+        self.choice = MixtureChoice(self.block_size, self.query_block, self.top_k)
         factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.input = nn.Linear(embed_dim, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, **factory)
         self.output = nn.Linear(embed_dim, embed_dim, **factory)
@@ -78,22 +90,21 @@ class BlockAttentionMixture(SelectingAttention):
         edges, rank = self._edges(x)
         q, (k, v) = self._project(x, rotary)
         if self.mesh is None:
-            mean = self._means(k[:, : x.shape[1] // self.block_size * self.block_size])
+            mean = self._means(k)
         else:
             with torch.no_grad():
                 mean = sums_of_blocks(self._means, k, self.block_size, self.block_size, edges, rank, self.mesh)
-        chosen = self._chosen(q, mean, edges, rank)
+        layout = self._selected(q, mean, edges, rank, cache)
         if cache is not None:
             for name, rows in (("keys", k), ("values", v), ("means", mean)):
                 cache.append(name, rows)
-            cache.length, cache.chosen = x.shape[1], chosen[:, :, -1]
-        layout = self._layout(chosen, edges[-1])
+            cache.length = x.shape[1]
         return self.output(self._attend(q, k, v, layout, edges[-1]).flatten(-2))
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
         q, (k, v) = self._project(x, rotary)
         if cache.length % self.query_block == 0:
-            cache.chosen = self._choose(q, cache.length, cache.last("means"))[:, :, 0]
+            cache.chosen = self.choice.blocks(q, cache.length, cache.last("means"))[:, :, 0]
         assert cache.chosen is not None
         cache.append("keys", k)
         cache.append("values", v)
@@ -107,16 +118,11 @@ class BlockAttentionMixture(SelectingAttention):
 
     @torch.no_grad()
     def _means(self, k: Tensor) -> Tensor:
-        """Return the mean key of each block of k, in at least single precision. k must consist of whole blocks.
+        """Return the mean key of each whole block of k, in at least single precision.
 
         Over a mesh, k has 0 at the tokens of other ranks, and the ranks' results are then added.
         """
         dtype = torch.promote_types(k.dtype, torch.float32)
-        return k.unflatten(1, (-1, self.block_size)).mean(2, dtype=dtype)
-
-    def _importance(self, q: Tensor, first: int, mean: Tensor, blocks: int) -> Tensor:
-        mean = mean[:, :blocks].permute(0, 2, 3, 1)[:, :, None]
-        query = q.to(mean.dtype).unflatten(2, (mean.shape[1], -1)).permute(0, 2, 3, 1, 4)
-        with torch.autocast(q.device.type, enabled=False):
-            scores = (query @ mean).flatten(1, 2)
-        return F.pad(scores, (0, blocks - scores.shape[-1]))  # a last block that is not whole
+        if k.shape[1] < self.block_size:
+            return k.new_empty(len(k), 0, *k.shape[2:], dtype=dtype)
+        return k.unfold(1, self.block_size, self.block_size).mean(-1, dtype=dtype)

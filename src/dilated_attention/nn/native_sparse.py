@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from dilated_attention import checks
 from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
+from dilated_attention.nn.choice import BlockChoice
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.nn.selection import SelectingAttention, SelectionCache, tables_at
 from dilated_attention.parallel.choosing import sums_of_blocks, whole_blocks
@@ -61,10 +63,47 @@ class BlockPooling(nn.Module):
         return self.hidden(x.new_zeros(1, self.length * x.shape[-1]))
 
     def _blocks(self, x: Tensor) -> Tensor:
-        number, strides = self.number(x.shape[1]), self.length // self.stride
-        rows = x[:, : (number + strides - 1) * self.stride if number else 0]
-        rows = rows.unflatten(1, (-1, self.stride)).transpose(2, 3).flatten(3)  # (batch, strides of all, heads, d * D)
-        return torch.cat([rows[:, i : i + number] for i in range(strides)], -1)
+        if x.shape[1] < self.length:
+            return x.new_empty(len(x), 0, x.shape[2], self.length * x.shape[3])
+        return x.unfold(1, self.length, self.stride).mT.flatten(3)
+
+
+@dataclass(frozen=True)
+class NativeChoice(BlockChoice):
+    """Choose the blocks on which most of the compressed branch's softmax falls, for each KV head.
+
+    Attributes:
+        length, stride: of the blocks of tokens behind each compressed key, see `BlockPooling`.
+    """
+
+    length: int = 32
+    stride: int = 16
+    per_kv_head = True
+
+    def importance(self, q: Tensor, start: int, key: Tensor, blocks: int) -> Tensor:
+        """Return how much weight these queries give to blocks 0 … `blocks` - 1, `(batch, kv_heads, queries, blocks)`.
+
+        It is the softmax over the compressed keys, summed over the query heads of a KV head. Each stride of a block
+        adds the probabilities of all compressed keys that cover it. A query that sees no compressed key gets 0.
+        """
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        queries, step = q.shape[1], self.query_block
+        number = whole_blocks(start + (queries - 1) * step + 1, self.length, self.stride)  # that the last query sees
+        if not number:
+            return q.new_zeros(len(q), key.shape[2], queries, blocks, dtype=dtype)
+        position = torch.arange(start, start + queries * step, step, device=q.device)
+        seen = (position + 1 - self.length) // self.stride + 1
+        query = q.to(dtype).unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4)
+        with torch.autocast(q.device.type, enabled=False):
+            scores = query @ key[:, :number].to(dtype).permute(0, 2, 3, 1)[:, :, None] * q.shape[3] ** -0.5
+        hidden = torch.arange(number, device=q.device) >= seen[:, None]
+        probability = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0).sum(2)
+        strides = self.block_size // self.stride
+        importance = probability.new_zeros(*probability.shape[:3], blocks)
+        for shift in range(self.length // self.stride):
+            shifted = F.pad(probability, (shift, blocks * strides - number - shift))
+            importance += shifted.unflatten(-1, (blocks, strides)).sum(-1)
+        return importance
 
 
 class NativeSparseAttention(SelectingAttention):
@@ -160,7 +199,9 @@ class NativeSparseAttention(SelectingAttention):
         self.compress_block, self.compress_stride = compress_block, compress_stride
         self.num_selected, self.local_blocks = num_selected, local_blocks
         self.window, self.pattern = window, pattern
-        self.lists, self.choice = self.num_kv_heads, {"number": num_selected, "local": local_blocks, "first": True}
+        self.choice = NativeChoice(
+            self.block_size, self.query_block, num_selected, local_blocks, True, compress_block, compress_stride
+        )
         self.branches = 3 if pattern is None else 4
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = num_heads + 2 * self.branches * self.num_kv_heads
@@ -181,8 +222,7 @@ class NativeSparseAttention(SelectingAttention):
             value = self.value_pooling(pooled_v)
         else:
             key, value = self._compressed_over_mesh(pooled_k, pooled_v, rotary, edges, rank)
-        chosen = self._chosen(q, key, edges, rank)
-        layout = self._layout(chosen, seq_len)
+        layout = self._selected(q, key, edges, rank, cache)
         outs = [
             self._attend_compressed(q, key, value, start),
             self._attend(q, k, v, layout, seq_len),
@@ -193,7 +233,6 @@ class NativeSparseAttention(SelectingAttention):
         if cache is not None:
             self._remember(cache, pooled_k, pooled_v, k, v, near_k, near_v, *far)
             cache.append("compressed", torch.stack([key, value], 2))
-            cache.chosen = chosen[:, :, -1]
         return self._mix(x, outs)
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
@@ -207,7 +246,7 @@ class NativeSparseAttention(SelectingAttention):
             cache.append("compressed", torch.stack(pair, 2))
         key, value = cache.last("compressed").unbind(2)
         if position % self.query_block == 0:
-            cache.chosen = self._choose(q, position, key)[:, :, 0]
+            cache.chosen = self.choice.blocks(q, position, key)[:, :, 0]
         assert cache.chosen is not None
         start = max(0, position // self.block_size * self.block_size - (self.window - 1))
         near = cache.length - start // self.block_size * self.block_size
@@ -276,41 +315,13 @@ class NativeSparseAttention(SelectingAttention):
         row, before = divmod(max(0, start - (self.key_pooling.length - 1)), stride)
         if not number or seq_len <= first:
             return torch.zeros_like(q) + key[:, :0].sum() + value[:, :0].sum()  # over a mesh all ranks go backward
-        count = -(-(before + seq_len - first) // stride)
-        rows = F.pad(q[:, first:], (0, 0, 0, 0, before, count * stride - before - (seq_len - first)))
-        rows = rows.unflatten(1, (count, stride)).transpose(2, 3).flatten(2, 3)
+        rows = F.pad(q[:, first:], (0, 0, 0, 0, before, stride - 1)).unfold(1, stride, stride).mT.flatten(2, 3)
         place: dict[str, Any] = {} if self.mesh is None else {"q_start": row, "k_start": 0}
         out = attention(rows, key, value, Dilated((number,), (1,)), is_causal=True, backend=self.backend, **place)
         assert isinstance(out, Tensor)
-        out = out.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)[:, before : before + seq_len - first]
-        return F.pad(out, (0, 0, 0, 0, first, 0))
-
-    # ---- the selection
-
-    def _importance(self, q: Tensor, first: int, key: Tensor, blocks: int) -> Tensor:
-        """Return how much weight these queries give to blocks 0 … `blocks` - 1, `(batch, kv_heads, queries, blocks)`.
-
-        It is the softmax over the compressed keys, summed over the query heads of a KV head. Each stride of a block
-        adds the probabilities of all compressed keys that cover it. A query that sees no compressed key gets 0.
-        """
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        queries, step = q.shape[1], self.query_block
-        number = self.key_pooling.number(first + (queries - 1) * step + 1)  # that the last query sees
-        if not number:
-            return q.new_zeros(len(q), self.num_kv_heads, queries, blocks, dtype=dtype)
-        position = torch.arange(first, first + queries * step, step, device=q.device)
-        seen = (position + 1 - self.key_pooling.length) // self.key_pooling.stride + 1
-        query = q.to(dtype).unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        with torch.autocast(q.device.type, enabled=False):
-            scores = query @ key[:, :number].to(dtype).permute(0, 2, 3, 1)[:, :, None] * self.head_dim**-0.5
-        hidden = torch.arange(number, device=q.device) >= seen[:, None]
-        probability = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0).sum(2)
-        strides = self.block_size // self.key_pooling.stride
-        importance = probability.new_zeros(*probability.shape[:3], blocks)
-        for shift in range(self.key_pooling.length // self.key_pooling.stride):
-            shifted = F.pad(probability, (shift, blocks * strides - number - shift))
-            importance += shifted.unflatten(-1, (blocks, strides)).sum(-1)
-        return importance
+        out = out.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)
+        left = first - before
+        return F.pad(out, (0, 0, 0, 0, left, seq_len - left - out.shape[1]))  # a negative number takes rows away
 
     # ---- the cache
 

@@ -21,38 +21,12 @@ from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import MAX_BLOCK, BlockGrid
+from dilated_attention.layout.spans import MAX_BLOCK
 from dilated_attention.mesh import context_group, held_mesh
+from dilated_attention.nn.choice import BlockChoice
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
-from dilated_attention.ranking import slices, stable_topk
-
-
-def largest_blocks(
-    importance: Float[Tensor, "*lists queries blocks"],
-    own: Int[Tensor, " queries"],
-    number: int,
-    *,
-    local: int,
-    first: bool,
-) -> Int[Tensor, "*lists queries chosen"]:
-    """Return the indices of each query's `number` most important blocks up to its own; -1 where it sees fewer.
-
-    Among equally important blocks the first ones are taken. The last `local` blocks up to the query's own, and with
-    `first` block 0, are taken before all others. The result lists these first, then the others from the most important
-    to the least; the -1 come last. It has min(`number`, blocks) entries per query.
-
-    `own`: the block in which each query lies.
-    """
-    block = torch.arange(importance.shape[-1], device=importance.device)
-    own = own[:, None]
-    always = block > own - local
-    if first:
-        always = always | (block == 0)
-    ranked = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
-    indices = stable_topk(ranked, min(number, len(block)))[1]
-    return indices.masked_fill(indices > own, -1)
 
 
 class Rows:
@@ -219,8 +193,8 @@ def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
 class SelectingAttention(nn.Module):
     """Base class of causal self-attention over selected keys.
 
-    A subclass defines `_whole`, `_next` and `_importance`, and sets the attributes below except query_block. A branch
-    is one attention of q, with keys and values of its own.
+    A subclass defines `_whole` and `_next`, and sets the attributes below except query_block. A branch is one attention
+    of q, with keys and values of its own.
 
     Attributes:
         query_block: this many neighbouring queries share the blocks that the first of them chooses.
@@ -228,16 +202,14 @@ class SelectingAttention(nn.Module):
         input: one projection of x to the queries, then to the keys and values of each branch in turn.
         output: the projection of the heads' results to the output.
         unrotated: the number of branches, counted from the first, whose keys `_project` does not rotate; default 0.
-        lists: how many lists of blocks a query has: one per head or per KV head.
-        choice: the options `number`, `local` and `first` of `largest_blocks`.
+        choice: how queries choose their blocks.
     """
 
     shown: tuple[str, ...]
     input: nn.Linear
     output: nn.Linear
     unrotated = 0
-    lists: int
-    choice: dict[str, Any]
+    choice: BlockChoice
 
     def __init__(
         self,
@@ -358,69 +330,39 @@ class SelectingAttention(nn.Module):
             rest[at] = [rotate(k, rotary[-2:]) for k in rest[at]]
         return q, rest
 
-    def _chosen(self, q: Tensor, key: Tensor, edges: list[int], rank: int) -> Tensor:
-        """Return the blocks that each choosing query sees, `(batch, lists, choosing queries, blocks)`, -1: none.
+    def _selected(
+        self, q: Tensor, key: Tensor, edges: list[int], rank: int, cache: SelectionCache | None
+    ) -> BlockLayout:
+        """Return the layout of the blocks that the queries see; `cache` gets the newest query's.
 
-        Every `query_block`-th token chooses. Over a mesh each rank chooses for its own queries, and all ranks get all
-        lists.
+        Over a mesh each rank chooses for its own queries, and all ranks get all lists. Arguments are as in `_chosen`.
+        """
+        if torch.compiler.is_compiling() and self.mesh is None and cache is None:
+            return self.choice.in_graph(q, key)
+        chosen = self._chosen(q, key, edges, rank)
+        if cache is not None:
+            cache.chosen = chosen[:, :, -1]
+        return self.choice.layout(chosen, edges[-1])
+
+    def _chosen(self, q: Tensor, key: Tensor, edges: list[int], rank: int) -> Tensor:
+        """Return the blocks that each choosing query of the sequence sees, as `BlockChoice.blocks` does.
 
         Args:
             q: the queries of this rank's tokens.
-            key: the pooled keys of the whole sequence, see `_importance`.
+            key: the pooled keys of the whole sequence, see `BlockChoice.importance`.
             edges, rank: from `_edges`.
         """
-        start = edges[rank]
+        choice, start = self.choice, edges[rank]
         first = -start % self.query_block
         if self.mesh is None:
-            return self._choose(q[:, first :: self.query_block], start + first, key)
-        chosen = torch.empty(len(q), self.lists, 0, 0, dtype=torch.int64, device=q.device)
+            return choice.blocks(q[:, first :: self.query_block], start + first, key)
+        chosen = torch.empty(len(q), choice.lists(q, key), 0, 0, dtype=torch.int64, device=q.device)
         if first < q.shape[1]:
-            chosen = self._choose(q[:, first :: self.query_block], start + first, key)
-        width = min(self.choice["number"], -(-edges[-1] // self.block_size))
+            chosen = choice.blocks(q[:, first :: self.query_block], start + first, key)
+        width = min(choice.number, -(-edges[-1] // self.block_size))
         chosen = F.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
         bounds = [-(-edge // self.query_block) for edge in edges]
         return gathered(chosen, 2, bounds, self.mesh, "chosen blocks")
-
-    @torch.no_grad()
-    def _choose(
-        self,
-        q: Float[Tensor, "batch queries heads head_dim"],
-        first: int,
-        key: Float[Tensor, "batch rows kv_heads head_dim"],
-    ) -> Int[Tensor, "batch lists queries chosen"]:
-        """Return the blocks that these queries see, filled up with -1: the largest of `_importance`, whose arguments it
-        takes."""
-        queries, step = q.shape[1], self.query_block
-        blocks = (first + (queries - 1) * step) // self.block_size + 1
-        own = torch.arange(first, first + queries * step, step, device=q.device) // self.block_size
-        chosen = [
-            largest_blocks(self._importance(q[:, at], first + at.start * step, key, blocks), own[at], **self.choice)
-            for at in slices(0, queries, q.shape[0] * q.shape[2] * max(blocks, key.shape[1]))
-        ]
-        return torch.cat(chosen, 2)
-
-    def _importance(self, q: Tensor, first: int, key: Tensor, blocks: int) -> Tensor:
-        """Return how important key blocks 0 … `blocks` - 1 are to these queries, `(batch, lists, queries, blocks)`.
-
-        The subclass has one list per head or per KV head. q: the queries of tokens `first`, `first + query_block`, and
-        so on. key: the pooled keys, `(batch, rows, kv_heads, head_dim)`, one row for each run of tokens that the
-        subclass pools, such as a block.
-        """
-        raise NotImplementedError
-
-    def _layout(self, chosen: Tensor, seq_len: int) -> BlockLayout:
-        """Return the causal layout in which each run of `query_block` queries sees its `chosen` blocks (`_choose`).
-
-        The queries of block i see min(i + 1, blocks per list) blocks. So sizes follow from seq_len alone, and a graph
-        can hold the layout.
-        """
-        runs, most, each = chosen.shape[2], chosen.shape[3], self.block_size // self.query_block
-        ordered = chosen.sort(-1).values  # -1 first
-        fewer = [ordered[:, :, i * each : (i + 1) * each, most - 1 - i :].flatten(2) for i in range(most - 1)]
-        indices = torch.cat([*fewer, ordered[:, :, max(0, most - 1) * each :].flatten(2)], 2)
-        counts = (torch.arange(runs, device=chosen.device) // each + 1).clamp(max=most)
-        grid = BlockGrid.of(seq_len, (self.query_block, self.block_size), True)
-        return BlockLayout._of(grid, (counts.expand(chosen.shape[:3]), indices.flatten()))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, seq_len: int) -> Tensor:
         options: dict[str, Any] = {}

@@ -19,7 +19,8 @@ from dilated_attention.torch_internals import constant_when_traced, fixed, is_ma
 
 Choose = Callable[..., BlockLayout]
 
-_selectors: dict[str, Choose] = {}
+choosers: dict[str, Choose] = {}
+"""What the operator runs, by name: selectors, and the choices of layers."""
 
 torch.library.define(
     "dilated_attention::choose",
@@ -43,7 +44,7 @@ def selector(choose: Choose) -> Choose:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         for name, kind in kinds.items()
     ]
-    _selectors[choose.__name__] = choose
+    choosers[choose.__name__] = choose
 
     @wraps(choose)
     def chosen(
@@ -66,7 +67,7 @@ def selector(choose: Choose) -> Choose:
         checks.mask(k, key_padding_mask)
         lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
         if torch.compiler.is_compiling():
-            return _in_graph(choose.__name__, q, k, lengths, cu_seqlens, key_padding_mask, given)
+            return in_graph(choose.__name__, q, k, lengths, cu_seqlens, key_padding_mask, given)
         return _choose(choose, q, k, lengths, cu_seqlens, key_padding_mask, given)
 
     chosen.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *ragged])  # type: ignore[attr-defined]
@@ -78,7 +79,7 @@ def _as_text(options: dict[str, Any]) -> str:
     return json.dumps(options)
 
 
-def _in_graph(
+def in_graph(
     name: str, q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
     options: dict[str, Any],
 ) -> BlockLayout:  # fmt: skip
@@ -99,7 +100,9 @@ def _(
     q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None, seq_len: int,
     name: str, options: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    layout = _choose(_selectors[name], q, k, lengths, cu_seqlens, mask, json.loads(options))
+    if name not in choosers:
+        raise RuntimeError(f"the program chooses blocks by {name!r}, which is not loaded: import dilated_attention.nn")
+    layout = _choose(choosers[name], q, k, lengths, cu_seqlens, mask, json.loads(options))
     return layout.indptr, layout.indices
 
 
