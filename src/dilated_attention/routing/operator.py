@@ -20,7 +20,7 @@ from dilated_attention.torch_internals import constant_when_traced, fixed, is_ma
 Choose = Callable[..., BlockLayout]
 
 choosers: dict[str, Choose] = {}
-"""What the operator runs, by name: selectors, and the choices of layers."""
+"""The selectors, and the choices of layers, that the operator runs, by name."""
 
 torch.library.define(
     "dilated_attention::choose",
