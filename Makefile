@@ -31,7 +31,7 @@ test: $(VENV)/installed-dev ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '$(MARKS)' $(ARGS)
 
 quick: MARKS := not slow and not thorough
-quick: test ## run the tests that take seconds, in 5 minutes on two cores
+quick: test ## run the tests that are not in tests/slow.txt, in 2 minutes on two cores
 
 thorough: MARKS := thorough
 thorough: test ## run what `make test` leaves out: more shapes, ranks, GPUs and frameworks

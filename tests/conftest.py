@@ -23,6 +23,8 @@ import jaxtyping
 import pytest
 import torch
 
+import slow
+
 # Before the package is imported, which looks for them: the CPU kernels of these sources.
 build = runpy.run_path(str(Path(__file__).parents[1] / "src/dilated_attention/kernels/cpu/build.py"))
 if build["refusal"]() is None and build["outdated"]():
@@ -92,8 +94,13 @@ hypothesis.settings.load_profile("ci")  # pytest --hypothesis-profile=explore lo
 LONGEST = "test_in_the_interpreter", "test_properties.py"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first: a worker cannot take over what another has begun."""
+    """Mark the slow tests, and put the longest first: a worker cannot take over what another has begun."""
+    names = set(slow.LIST.read_text(encoding="utf-8").split())
+    for item in items:
+        if slow.function_of(item.nodeid) in names:
+            item.add_marker("slow")
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
 
 

@@ -133,7 +133,6 @@ def test_fused_calls_are_counted_and_the_operator_is_put_back():
     assert fused.forward is before
 
 
-@pytest.mark.slow
 def test_peak_memory_is_that_of_the_call_alone():
     case = Case(method="dilated", seq_len=40_000, segment_lengths=(64,), dilation_rates=(1,), heads=2)
     forward, both = (measure.peak_above_inputs(case, CPU, backward=backward) for backward in (False, True))
@@ -564,7 +563,6 @@ def quick_guards(monkeypatch):
     monkeypatch.setattr(check, "GUARDS", guards)
 
 
-@pytest.mark.slow
 def test_the_guard_holds_and_fails_on_a_slow_branch(quick_guards, tmp_path, capsys, monkeypatch):
     words = ["bench", "check", "--baseline", tmp_path / "baseline.json"]
     assert exit_code(*words) == 2

@@ -92,7 +92,6 @@ def all_groups():
     return [group for part in gpu.PARTS.values() for group in part(MACHINE)]
 
 
-@pytest.mark.slow
 def test_what_is_timed_was_checked():
     """Whatever is timed in part 1 or 3 launches the kernels of a case that part 1 compares with the oracle, at fewer
     tokens or another density."""
@@ -372,7 +371,6 @@ def test_last_rows_are_their_own():
     assert all(row.value > 1e-3 for row in correctness.last_rows(case, 48, CPU)), "not whole segments"
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 def test_in_the_interpreter():

@@ -40,7 +40,6 @@ def test_a_larger_cache_exceeds_its_bound(monkeypatch):
     assert model.cache_at(model.LANGUAGE, 100_000, 32, CPU).nbytes == model.cache_bound(model.LANGUAGE) == 12_582_912
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_peak_memory_of_a_call():
     held = measure.peak_above_now(lambda: torch.ones(30, 2**20).sum(), CPU)

@@ -251,21 +251,18 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
 
-@pytest.mark.slow
 @random_calls(80)
 @given(call=calls(products=False))
 def test_layouts_in_float64(call):
     check(call, torch.float64)
 
 
-@pytest.mark.slow
 @random_calls(80)
 @given(call=calls(products=False))
 def test_layouts_in_float32(call):
     check(call, torch.float32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [(16, 32), pytest.param((16, 16), marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_query_blocks_as_far_apart_as_their_key_blocks_are_merged(block_size, is_causal, monkeypatch):
@@ -279,28 +276,24 @@ def test_query_blocks_as_far_apart_as_their_key_blocks_are_merged(block_size, is
     torch.testing.assert_close(*pair, rtol=0, atol=1e-11)
 
 
-@pytest.mark.slow
 @random_calls(80)
 @given(call=calls(products=True), dtype=FULL_PRECISION)
 def test_products(call, dtype):
     check(call, dtype)
 
 
-@pytest.mark.slow
 @random_calls(80)
 @given(call=calls(products=False, ragged=True), dtype=FULL_PRECISION)
 def test_ragged_layouts(call, dtype):
     check(call, dtype)
 
 
-@pytest.mark.slow
 @random_calls(60)
 @given(call=calls(products=True, ragged=True), dtype=FULL_PRECISION)
 def test_ragged_products(call, dtype):
     check(call, dtype)
 
 
-@pytest.mark.slow
 @random_calls(40)
 @given(
     call=st.one_of(calls(products=False), calls(products=False, ragged=True), calls(products=True, ragged=True)),
@@ -447,7 +440,6 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(run, (q, k, v), fast_mode=True)
 
 
-@pytest.mark.slow
 def test_compiles_in_one_graph(compiling_python):
     """Layouts and products, forward and backward, to the same bits; a static layout is found in the cache again."""
     compiling_python(

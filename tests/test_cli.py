@@ -62,7 +62,6 @@ def test_help(command, capsys):
     assert f"usage: dilated-attention {command}".strip() in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_commands_that_measure_need_no_triton(fresh_python):
     """PyTorch for the CPU does not bring it."""
     commands = ["compare", "bench", "plot", "profile"]
@@ -128,7 +127,6 @@ def test_wrong_arguments(capsys, tmp_path, text):
     assert "cannot be written" in failure(capsys, "train", text, "--out", text / "below", *TINY)
 
 
-@pytest.mark.slow
 def test_resume_starts_a_run_that_has_no_checkpoint_yet(tmp_path, text):
     """One command, before and after a restart."""
     words = ["train", text, "--out", tmp_path / "run", *TINY, "--resume"]
@@ -160,7 +158,6 @@ def test_train_again_and_resume(capsys, tmp_path, text):
     assert json.loads((tmp_path / "run" / "figures.jsonl").read_text())["attention"] == "dense"
 
 
-@pytest.mark.slow
 def test_a_run_inside_its_text_is_no_text_of_its_own(capsys, tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text.write_bytes(bytes(97 + i * i % 26 for i in range(5000)))  # no zero byte, which makes a file binary
@@ -178,7 +175,6 @@ def test_a_run_inside_its_text_is_no_text_of_its_own(capsys, tmp_path, text, mon
     assert exit_code(["train", "--out", ".", "--resume", "--steps", "6"]) == 0
 
 
-@pytest.mark.slow
 def test_resume_remembers_and_extends(capsys, tmp_path, text):
     out = tmp_path / "run"
     words = [
@@ -254,7 +250,6 @@ def test_resume_keeps_the_backend(tmp_path, text, monkeypatch):
     assert backends == ["native", "native", "auto", "auto"]
 
 
-@pytest.mark.slow
 def test_generate_takes_a_run(capsys, tmp_path, text, monkeypatch):
     out = tmp_path / "run"
 
@@ -286,7 +281,6 @@ def test_generate_takes_a_run(capsys, tmp_path, text, monkeypatch):
     assert "neither a model nor a run of `train`" in failure(capsys, "generate", tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_control_c_in_a_terminal(tmp_path, text):
     """The process itself: Ctrl-C ends with 130 and a checkpoint, which --resume ends to the losses of a whole run."""
@@ -315,7 +309,6 @@ def test_control_c_in_a_terminal(tmp_path, text):
     assert losses("run") == losses("straight")
 
 
-@pytest.mark.slow
 def test_demo(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(recall, "MOST_STEPS", dict.fromkeys(recall.MOST_STEPS, 1))
     for name, value in (("QUESTIONS", 1), ("FAR_QUESTIONS", 1), ("HELD_OUT", 1), ("CONTEXTS", (256,))):
@@ -368,7 +361,6 @@ def test_the_demo_says_what_its_figures_justify_and_nothing_else():
     assert demo.sentences(dataclasses.replace(good, **bad)) == ["These figures show no advantage."]
 
 
-@pytest.mark.slow
 def test_peak_memory_is_of_this_process_alone(fresh_python):
     """getrusage would report the peak of the parent from before the exec."""
     held = bytearray(os.urandom(1)) * (400 * 2**20)
@@ -603,7 +595,6 @@ def test_interrupted_anywhere(capsys, monkeypatch):
     assert capsys.readouterr().err == "dilated-attention: interrupted\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch", "dilated_attention_lab.bench.command", "matplotlib.figure"])
 def test_interrupted_while_it_starts(module, tmp_path):
     """Ctrl-C comes at the moment when a module is about to be loaded."""
@@ -622,7 +613,6 @@ sys.exit(main(["plot", "local", "--window", "64", "--out", {str(tmp_path / "a.pn
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "dilated-attention: interrupted\n")
 
 
-@pytest.mark.slow
 def test_control_c_leaves_no_rank(tmp_path):
     """Ctrl-C while ranks of torchrun wait for each other, where no interrupt reaches them."""
     (tmp_path / "waiting.py").write_text(
@@ -667,7 +657,6 @@ def test_output_that_cannot_be_written_is_one_line(capsys, tmp_path, text, monke
     assert failure(capsys, "info") == "dilated-attention info: error: No space left on device"
 
 
-@pytest.mark.slow
 def test_a_reader_who_has_heard_enough():
     """A reader like `head`: the rest of the output is dropped silently, and the exit code is that for SIGPIPE."""
     reader, writer = os.pipe()

@@ -35,7 +35,6 @@ def no_strategies(monkeypatch):
     monkeypatch.setattr(strategies, "cases", lambda quick: {})
 
 
-@pytest.mark.slow
 def test_whole_calls_by_every_strategy(few, tmp_path, monkeypatch, capsys):
     """Once: what the file holds is not measured again."""
     monkeypatch.setattr(compare, "settings", lambda quick: [])
@@ -153,7 +152,6 @@ def test_what_a_file_holds_is_not_measured_again(few, no_strategies, tmp_path, m
     assert main([*words, "--only", "no such title"]) == 2
 
 
-@pytest.mark.slow
 def test_a_setting_is_measured_again_after_an_interruption(few, no_strategies, tmp_path, monkeypatch):
     setting = compare.Setting(TINY, backward=False, seconds=0.0)
     monkeypatch.setattr(compare, "settings", lambda quick: [setting])
@@ -209,7 +207,6 @@ def test_the_loopback_interface_is_named_where_it_has_that_name(platform, named,
     assert {name: value for name, value in options.items() if "GLOO" in name} == named
 
 
-@pytest.mark.slow
 def test_every_variant_compiles(compiling_python):
     compiling_python("""
         from dataclasses import replace

@@ -15,6 +15,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 import dilated_attention
+import slow
 from conftest import CHECKED
 
 
@@ -27,6 +28,14 @@ def test_annotations_of_the_named_modules_are_checked():
     for module in pkgutil.iter_modules(dilated_attention.__path__):
         loader = importlib.util.find_spec(f"dilated_attention.{module.name}").loader
         assert (type(loader).__name__ == "_JaxtypingLoader") == (module.name in CHECKED), module.name
+
+
+def test_slow_functions_exist():
+    names = slow.LIST.read_text(encoding="utf-8").split()
+    assert names == sorted(set(names))
+    for name in names:
+        file, *_, function = name.split("::")
+        assert f"def {function}(" in (slow.LIST.parent / file).read_text(encoding="utf-8"), name
 
 
 def test_a_shape_that_contradicts_its_annotation_is_an_error():

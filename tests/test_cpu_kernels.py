@@ -178,7 +178,6 @@ class Forced:
 @sets_and_types(ALL)
 @five_and_seven
 class TestShapes(Forced):
-    @pytest.mark.slow
     @both
     @pytest.mark.parametrize("head_dim", [1, 16, 17, 31, 33, 64, 128, 250, 256])
     def test_head_dims(self, head_dim, dtype, is_causal):
@@ -432,7 +431,6 @@ def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4
     return found.causal() if is_causal else found
 
 
-@pytest.mark.slow
 @random_calls(100)
 @given(
     call=st.one_of(
@@ -695,7 +693,6 @@ def test_calls_at_once(monkeypatch):
     assert same == [True] * 16
 
 
-@pytest.mark.slow
 def test_a_forked_child_and_exit_during_a_call(fresh_python):
     """GNU OpenMP's pool does not survive a fork: a child that used it would hang."""
     fresh_python(

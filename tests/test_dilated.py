@@ -141,7 +141,6 @@ class TestPadding(DilatedConformance):
     is_causal = True
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_segments_of_more_than_one_block_of_the_fused_kernel(is_causal, dtype):

@@ -54,7 +54,6 @@ def commands(text: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_blocks_run(document, tmp_path, monkeypatch, compiling_python):
     code = python(document.read_text(encoding="utf-8"))
@@ -105,7 +104,6 @@ NOT_RUN = {"compare", "demo", "generate", "convert"}
 SMALLER = {"profile": ["--tokens", "256"]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_run(document, tmp_path, monkeypatch, capsys):
     """Commands run as they are written, except for SMALLER, in a folder with the repository's results.

@@ -166,7 +166,6 @@ def test_the_oracle_drops_after_the_softmax():
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.slow
 def test_the_expectation_is_attention_without_dropout():
     q, k, v = tensors()
     exact = dilated_attention(q, k, v, W, R)
@@ -221,7 +220,6 @@ def test_torch_func():
     assert all(map(torch.equal, gradients, torch.autograd.grad(loss(*leaves), leaves)))
 
 
-@pytest.mark.slow
 def test_compiled(compiling_python):
     compiling_python(
         """

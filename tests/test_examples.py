@@ -80,7 +80,6 @@ def torchrun(ranks: int, *program: str | Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_long_bert():
     found = load("long_bert").main(steps=60)
     assert found["fine-tuned at 512 bytes, dilated"] > found["untrained"] + 0.05
@@ -91,7 +90,6 @@ def test_slides():
     assert found["largest difference of a slide in a batch to the slide alone"] <= 1e-5
 
 
-@pytest.mark.slow
 def test_byte_lm():
     losses, sample = load("byte_lm").main(steps=10, prompt="import ")
     assert losses["trained"] < losses["untrained"] - 1
@@ -110,7 +108,6 @@ def test_gemma3_long_prompt():
     assert found["nats per token, chosen blocks"] != found["nats per token"]
 
 
-@pytest.mark.slow
 def test_context_parallel(tmp_path):
     (tmp_path / "run.py").write_text(THEN_NO_GLOO)
     text = torchrun(2, tmp_path / "run.py", FOLDER / "context_parallel.py")
@@ -121,7 +118,6 @@ def test_context_parallel(tmp_path):
     assert len(re.findall(r"step \d: \d", text)) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("context", [pytest.param("1", marks=pytest.mark.thorough), "2"])
 def test_context_parallel_fsdp2(context, tmp_path):
     (tmp_path / "run.py").write_text(THEN_NO_END)
@@ -135,7 +131,6 @@ def train_on_a_mesh(*axes: int) -> tuple[float, float]:
     return load("data_context_tensor").main(*axes)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_data_context_tensor():
     answers = processes.run(8, train_on_a_mesh, 2, 2, 2)
@@ -157,19 +152,16 @@ def losses_of_one_process() -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_accelerate_context(tmp_path):
     check_trainer("accelerate_context", NO_REDUCER_AT_THE_END + THEN_NO_GLOO, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_lightning_context(tmp_path):
     check_trainer("lightning_context", NO_REDUCER_AT_THE_END + THEN_NO_GLOO, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed is a test dependency on Linux only")
 def test_deepspeed_context(tmp_path):

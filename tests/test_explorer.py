@@ -128,7 +128,6 @@ COMPUTE = """states => states.map(state => {
 })"""
 
 
-@pytest.mark.slow
 def test_random_patterns_show_what_the_library_shows(page):
     generator = random.Random(0)
     states = [draw(generator) for _ in range(400)]
@@ -159,7 +158,6 @@ def test_random_patterns_show_what_the_library_shows(page):
     assert wrong >= 20
 
 
-@pytest.mark.slow
 def test_long_patterns_have_the_coverage_and_the_cost_of_the_library(page):
     for segments, rates, offsets, heads, n in (
         ((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), "head_block", 5, 40_013),

@@ -159,7 +159,6 @@ def test_the_oracle(installed, number, is_causal, head_dim):
     assert all(error <= 1 for error in errors.values()), errors
 
 
-@pytest.mark.slow
 @random_calls(40)
 @given(
     call=st.one_of(test_properties.calls(), test_properties.calls(ragged=True)),
@@ -261,7 +260,6 @@ def test_by_name():
         block_sparse_attention(q, q, q, BlockLayout.local(32, 16, 16), backend="flash")
 
 
-@pytest.mark.slow
 def test_by_name_in_a_graph(compiling_python):
     """Checks that the trace could not make are made when the graph runs."""
     compiling_python("""

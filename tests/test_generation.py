@@ -136,7 +136,6 @@ def test_decoding_far_out_with_xpos():
         assert model(torch.zeros(1, 4_000, dtype=torch.int64)).isfinite().all()  # 2,000 from the middle
 
 
-@pytest.mark.slow
 def test_encoder_decoder_generates_what_its_forward_says():
     encoder = dataclasses.replace(SMALL, vocab_size=None)
     model = LongNet(EncoderDecoderConfig(encoder=encoder, decoder=SMALL)).double().eval()

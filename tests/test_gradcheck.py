@@ -26,7 +26,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradcheck(name):
     (seq_len, heads, kv_heads, head_dim), segment_lengths, dilation_rates, options = SHAPES[name]

@@ -270,7 +270,6 @@ def test_cached_steps_equal_the_whole(padding):
             start = stop
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Mistral"])
 def test_generation_with_and_without_cache(name):
     model = dilate(model_of(name).eval(), **NESTED)
@@ -687,7 +686,6 @@ def test_a_table_of_offsets(name):
     assert logits_of(dilate(model, [64], [2], offsets=table), name, None).isfinite().all()
 
 
-@pytest.mark.slow
 def test_compiled_in_one_graph(compiling_python):
     """Uses attention_mask: without one, transformers takes a traced batch for packed sequences."""
     compiling_python("""
@@ -715,7 +713,6 @@ def test_compiled_in_one_graph(compiling_python):
     """)
 
 
-@pytest.mark.slow
 def test_a_reader_who_has_not_imported_the_package(fresh_python, tmp_path):
     """transformers alone refuses the model by name, and never makes it dense; after the import it loads."""
     model = dilate(model_of("Llama").eval(), **NESTED)

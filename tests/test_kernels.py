@@ -116,7 +116,6 @@ WITH_THOROUGH_TESTS = "TestDropout", "TestNotFinite", "TestWindows", "TestSoftca
 # ---- in child processes
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize(
     ("marks", "names"),
@@ -699,7 +698,6 @@ def test_tables_hold_every_pair_once(data, seq_len, heads, is_causal, union):
         assert seen(plan, "keys", is_causal, shape)[0] == entries(counts.mT)
 
 
-@pytest.mark.slow
 @given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 3))
 def test_tables_of_ragged_batches_hold_every_pair_once(data, lengths, heads):
     branches = data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=3))

@@ -185,7 +185,6 @@ CALLS_OF_THE_BACKEND = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     ["blocks", *(pytest.param(x, marks=pytest.mark.thorough) for x in CALLS_OF_THE_BACKEND if x != "blocks")],

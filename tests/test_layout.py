@@ -198,7 +198,6 @@ def masks(draw):
     return seq_len, block_size, torch.rand(*lead, -(-seq_len // q_block), -(-seq_len // k_block), generator=generator) < share  # fmt: skip # noqa: E501
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(masks(), st.booleans(), st.data())
 def test_algebra(drawn, causal, data):
@@ -630,7 +629,6 @@ def test_copies_carry_content_alone(copied):
     assert other == layout
 
 
-@pytest.mark.slow
 def test_a_layout_of_another_process(fresh_python, tmp_path):
     layout = BlockLayout.local(256, 16, 16)
     source = f"""
@@ -714,7 +712,6 @@ def test_what_other_packages_take_in_the_place_of_a_layout():
                 call(q, q, q, pattern)
 
 
-@pytest.mark.slow
 def test_inductor_compiles_the_making_of_a_window(compiling_python):
     compiling_python(
         """
@@ -730,7 +727,6 @@ def test_inductor_compiles_the_making_of_a_window(compiling_python):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="the compiler of PyTorch 2.8 traces no | of two objects")
 def test_layouts_are_made_in_one_graph(compiling_python):
     compiling_python(

@@ -12,7 +12,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import torch
 
 from dilated_attention import BlockLayout, Dilated, attention, dilated_attention, operators, plan_cache
@@ -22,7 +21,6 @@ LIMIT = 100_000
 X = torch.randn(1, 64, 2, 4)
 
 
-@pytest.mark.slow
 def test_memory_is_bounded(fresh_python):
     fresh_python(
         f"""

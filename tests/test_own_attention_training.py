@@ -124,7 +124,6 @@ some_families = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     torch.__version__ < (2, 9), reason="the compiler of PyTorch 2.8 does not trace transformers' caches"
 )
@@ -146,7 +145,6 @@ for family in families:
     )
 
 
-@pytest.mark.slow
 @some_families
 def test_exports(families, compiling_python):
     """A program exported with one mask computes the model with another; the number of tokens is fixed."""

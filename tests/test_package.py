@@ -50,7 +50,6 @@ def test_an_empty_name_is_found(name):
     assert empty_words(Path(name))
 
 
-@pytest.mark.slow
 def test_the_library_works_without_what_only_commands_and_pictures_need(fresh_python):
     """Runs in an interpreter where rich, matplotlib and the lab cannot be imported."""
     fresh_python(
@@ -110,7 +109,6 @@ def test_the_import_loads_few_modules_beyond_those_of_torch(fresh_python):
     assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "triton"))]
 
 
-@pytest.mark.slow
 def test_help_lists_the_commands_and_loads_none(fresh_python):
     printed = fresh_python(
         """

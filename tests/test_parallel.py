@@ -200,7 +200,6 @@ def run_pairs(is_causal: bool, transports):
     return answers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "is_causal"), [(2, True), (3, False)])
 def test_masks_and_dropout_leave_the_pairs_that_one_device_leaves(size: int, is_causal: bool) -> None:
     transports = {name: served(replace(CASES[name], shares=None), size, is_causal) for name in PAIRS}
@@ -237,7 +236,6 @@ def served(case: Case, size: int, is_causal: bool) -> list[str]:
     return [name for name in names if case.lengths is None or name != "doubling"] + ["auto"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "is_causal"), WORLDS)
 def test_equals_the_oracle_and_moves_the_bytes_of_the_formula(size: int, is_causal: bool) -> None:
     answers = processes.run(size, run_cases, tuple(CASES), is_causal, DTYPES)
@@ -360,7 +358,6 @@ def block_expected(name: str, is_causal: bool):
     return [x.detach() for x in (out, lse.transpose(1, 2), *gradients)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "is_causal"), WORLDS)
 def test_block_layouts_equal_the_oracle_and_move_the_rows_that_they_list(size: int, is_causal: bool) -> None:
     ranks = processes.run(size, run_block_cases, is_causal)
@@ -443,7 +440,6 @@ def compose():
     return answers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.thorough)])
 def test_composes(size: int) -> None:
     for answers in processes.run(size, compose):

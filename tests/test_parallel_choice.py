@@ -78,7 +78,6 @@ def run_choices(is_causal):
     return answers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "is_causal"), [(3, False), (5, True)])
 def test_choices_over_a_mesh_are_those_of_one_device(size, is_causal):
     ranks = processes.run(size, run_choices, is_causal)
@@ -175,7 +174,6 @@ def run_modules():
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.thorough)])
 def test_modules_over_a_mesh_are_those_of_one_device(size):
     ranks = processes.run(size, run_modules)
@@ -270,7 +268,6 @@ def flat(gradients, module):
     return torch.cat([(torch.zeros_like(x) if gradient is None else gradient).flatten() for gradient, x in pairs])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 5])
 def test_random_choices_over_a_mesh(size):
     check_drawn(size, range(1000 * size, 1000 * size + 10))

@@ -101,7 +101,6 @@ def suffer(transport: str, phase: str, fault: str):
     return report(fault, transport)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
     "fault", ["killed", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("frozen", "absent"))]
@@ -168,7 +167,6 @@ def differ(transport: str, difference: str):
     return report("differing", transport, **(DIFFERENCES[difference] if dist.get_rank() == CULPRIT else {}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_calls_that_differ_after_both_were_agreed_on(difference: str) -> None:
     """Messages shorter than expected fail their seal; where one is longer, gloo itself ends the receiving process."""
@@ -271,7 +269,6 @@ OUT_OF_STEP = [
 ]
 
 
-@pytest.mark.slow
 def test_ranks_that_are_out_of_step_are_told() -> None:
     """Each rank that exchanges with the culprit; the others learn of it when they use the group again."""
     for batch in (OUT_OF_STEP[:8], OUT_OF_STEP[8:]):

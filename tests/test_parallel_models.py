@@ -228,7 +228,6 @@ def generation():
     assert drawn.equal(model.generate(tokens, 20, generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_generation_over_a_mesh(size: int) -> None:
     processes.run(size, generation)
@@ -327,7 +326,6 @@ def compiled():
     return answers
 
 
-@pytest.mark.slow
 def test_public_calls_compile_in_one_graph() -> None:
     for answers in processes.run(2, compiled):
         assert all(answers.values()), answers

@@ -155,7 +155,6 @@ def shardings(draw: st.DrawFn) -> tuple:
     return branches, bounds, draw(st.booleans()), samples
 
 
-@pytest.mark.slow
 @random_calls(100)
 @given(shardings())
 def test_every_key_is_seen_as_often_as_the_definition_says(arguments: tuple) -> None:

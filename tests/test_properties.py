@@ -210,42 +210,36 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
 
-@pytest.mark.slow
 @random_calls(200)
 @given(call=calls())
 def test_float64(call):
     check(call, torch.float64)
 
 
-@pytest.mark.slow
 @random_calls(200)
 @given(call=calls())
 def test_float32(call):
     check(call, torch.float32)
 
 
-@pytest.mark.slow
 @random_calls(220)
 @given(call=calls(ragged=True), dtype=FULL_PRECISION)
 def test_ragged(call, dtype):
     check(call, dtype)
 
 
-@pytest.mark.slow
 @random_calls(100)
 @given(call=calls(compat=True), dtype=FULL_PRECISION)
 def test_torchscale(call, dtype):
     check(call, dtype)
 
 
-@pytest.mark.slow
 @random_calls(80)
 @given(call=calls(ragged=True, compat=True), dtype=FULL_PRECISION)
 def test_torchscale_ragged(call, dtype):
     check(call, dtype)
 
 
-@pytest.mark.slow
 @random_calls(120)
 @given(call=st.one_of(calls(), calls(ragged=True), calls(compat=True)), dtype=HALF_PRECISION)
 def test_half_precision(call, dtype):

@@ -144,7 +144,6 @@ def remedy(words: str, cases: dict[str, Callable] = CASES) -> Callable[[Callable
     return add
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", CASES)
 def test_following(words, request):
     told, case = Told(words), CASES[words]

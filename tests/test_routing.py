@@ -432,7 +432,6 @@ def test_the_guarantee_would_catch_a_look_ahead():
 # The learned router
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_relaxed_objective_has_its_true_gradient(is_causal, kv_heads):

@@ -439,7 +439,6 @@ def test_samples_that_do_not_fit():
         routing.topk_blocks(q, k, 0.5, block_size=8, key_padding_mask=mask)
 
 
-@pytest.mark.slow
 def test_chooses_in_one_graph(compiling_python):
     """A graph holds one operator with the lists of a call outside, for whole and ragged batches of any length."""
     compiling_python(

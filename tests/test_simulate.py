@@ -18,7 +18,6 @@ SMALL = World(seq_len=1 << 13, ranks=64, heads=4, head_dim=8, first_segment=64)
 BILLION = World(seq_len=1 << 30, ranks=8192, dtype="bfloat16")
 
 
-@pytest.mark.slow
 def test_a_rehearsal_moves_what_the_formula_says() -> None:
     worlds = [replace(SMALL, transport=name) for name in ("exchange", "doubling", "ring")]
     worlds += [replace(SMALL, ranks=4, transport="ulysses"), replace(SMALL, is_causal=False, seq_len=8000)]
@@ -66,7 +65,6 @@ def test_worlds_that_cannot_be(changes: dict[str, int], words: str) -> None:
         replace(SMALL, **changes)
 
 
-@pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [
         "--tokens",
@@ -151,7 +149,6 @@ def test_tables_are_whole_at_80_columns(capsys, monkeypatch) -> None:
 CASE = Case(method="dilated", seq_len=512, segment_lengths=(64, 512), dilation_rates=(1, 4), heads=4, head_dim=8)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_what_several_processes_measure() -> None:
     single = rank_processes.measure("single", CASE, 1, rounds=2)
@@ -162,7 +159,6 @@ def test_what_several_processes_measure() -> None:
     assert all(row.value is not None and row.value > 0 for row in rows)
 
 
-@pytest.mark.slow
 def test_overlap_is_measured_or_refused_with_the_reason() -> None:
     rows = list(context_parallel._overlap(CASE, 2))
     if rank_processes.limit_refusal() is None:

@@ -281,7 +281,6 @@ def test_a_projection_is_called_once_for_all_slides():
     assert seen == [192]
 
 
-@pytest.mark.slow
 def test_a_slide_encoder_is_exported(compiling_python):
     compiling_python(
         """

@@ -363,7 +363,6 @@ def test_a_cache_of_a_call_that_failed_is_free(make):
     assert cache.length == 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("make", [native, mixture])
 @torch.no_grad()
@@ -452,7 +451,6 @@ def test_what_is_refused(make, message, unchecked):
         make()
 
 
-@pytest.mark.slow
 def test_compiles_in_one_graph_and_exports(compiling_python):
     compiling_python(
         """

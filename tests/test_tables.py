@@ -134,7 +134,6 @@ def run_compiled(seed, compiled):
             layout.indices.copy_(tables(orders[1])[1])  # the next layout may get this memory
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, *(pytest.param(x, marks=pytest.mark.thorough) for x in (20, 40))])
 def test_random_sequences(first):
     for seed in range(first, first + 20):
@@ -171,7 +170,6 @@ def test_a_layout_that_was_written_to_is_refused():
             use()
 
 
-@pytest.mark.slow
 def test_tables_that_are_computed_in_a_compiled_graph(compiling_python):
     """Inductor gives the memory, and the tensor, of one layer's tables to the next layer's."""
     compiling_python(

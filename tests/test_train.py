@@ -295,7 +295,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path):
     assert finish(started(text, out), out)[0] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_saves_and_resumes(number, text, tmp_path, monkeypatch):
     straight = started(text, tmp_path / "straight")

@@ -61,7 +61,6 @@ def signal_in_step(number: int, step: int) -> None:
     Ranks.mean = interrupted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "culprit"),
     [("SIGKILL", 1), *(pytest.param(*x, marks=pytest.mark.thorough) for x in [("SIGSTOP", 1), ("SIGKILL", 0)])],
@@ -79,7 +78,6 @@ def test_a_lost_rank_is_named(fault: str, culprit: int, text: Path) -> None:
         assert f"--resume continues {text.parent / 'run'}" in lines[0]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_lost_rank_is_named_soon_after_sigterm_though_the_others_hang(text: Path) -> None:
     """torchrun sends SIGTERM when a rank has died, and SIGKILL 30 s later: no time for the timeout."""
@@ -96,7 +94,6 @@ def test_a_lost_rank_is_named_soon_after_sigterm_though_the_others_hang(text: Pa
         assert "step 2: lost rank 1" in lines[0]
 
 
-@pytest.mark.slow
 def test_all_ranks_start_again_with_the_store_of_those_that_were_lost(text: Path) -> None:
     """torchrun --max-restarts does this: everything that the first ranks wrote, a verdict among it, is still there."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -107,7 +104,6 @@ def test_all_ranks_start_again_with_the_store_of_those_that_were_lost(text: Path
     assert [code for code, _ in again] == [0, 0, 0], again
 
 
-@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(text: Path) -> None:
     commands = processes.Commands(text.parent, [words(text), words(text), None])
     for rank, (code, lines) in enumerate(commands.ends(60, [0, 1])):

@@ -118,7 +118,6 @@ def test_one_process_s_checkpoint_continues_on_several(text: Path, tmp_path: Pat
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_command_under_torchrun(text: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "dilated_attention", "train"]
     small = {"context": 65, "steps": 2, "layers": 1, "dim": 16, "heads": 2, "sample": 4, "held-out": 1}

@@ -344,7 +344,6 @@ def test_jit_trace_is_refused():
         torch.jit.trace(lambda q: dilated_attention(q, q, q, [8], [1]), (q,))
 
 
-@pytest.mark.slow
 def test_compiled_and_exported(compiling_python):
     """Each is one graph, at lengths that change; masks are checked when the graph runs."""
     compiling_python("""
@@ -478,7 +477,6 @@ def test_compiled_and_exported(compiling_python):
     """)
 
 
-@pytest.mark.slow
 def test_exported_by_definition_with_a_layout(compiling_python):
     """ONNX needs this. What the trace derives of the layout stays in the trace."""
     compiling_python(

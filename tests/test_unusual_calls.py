@@ -10,7 +10,6 @@ from torch import Tensor
 from explore_calls import MODES, Trial, misses
 
 
-@pytest.mark.slow
 def test_calls_made_in_unusual_ways():
     assert {Trial(seed).mode for seed in range(100)} == set(MODES)
     reports: list[str] = []

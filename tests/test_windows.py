@@ -419,7 +419,6 @@ def test_ragged_batches_compilation_and_transforms():
     torch.testing.assert_close(gradient, torch.autograd.grad(attention(q, k, v, Window(6)).square().sum(), q)[0])
 
 
-@pytest.mark.slow
 def test_compiles_in_one_graph(compiling_python):
     compiling_python(
         """
@@ -560,15 +559,12 @@ def check_ranks(calls, answers):
                 assert moved.bytes_received == plan.bytes_received + plan.backward_bytes_received, (case, transport)
 
 
-@pytest.mark.parametrize(
-    "size", [3, *(pytest.param(x, marks=[pytest.mark.slow, pytest.mark.thorough]) for x in (4, 7))]
-)
+@pytest.mark.parametrize("size", [3, *(pytest.param(x, marks=pytest.mark.thorough) for x in (4, 7))])
 def test_random_calls_over_ranks_equal_one_device_and_move_the_bytes_of_the_formula(size):
     calls = list(sharded_calls(size, 60))
     check_ranks(calls, processes.run(size, over_ranks, calls))
 
 
-@pytest.mark.slow
 def test_every_transport_in_both_dtypes():
     both = Window(9, 4, leading=3) + Dilated((16, 48), (1, 3))
     patterns = [Window(70), Window(2, 3, rate=7), both, Window(5) + BlockLayout.local(70, 9, 16)]
