@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dilated_attention import Dilated, Window, attention
+from dilated_attention.plumbing import cpu
 from dilated_attention_lab.bench import measure
 from dilated_attention_lab.bench.cases import Contender, contender, trained
 from dilated_attention_lab.bench.results import Row
@@ -19,6 +20,8 @@ from dilated_attention_lab.bench.rivals import sdpa
 from dilated_attention_lab.bench.suites import Step, over
 
 HEADS = 4
+TRAINED_WITH_AVX2 = 1.1
+"""The bar of a causal window's forward and backward where products run in AVX2."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Inputs = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 """A function from a number of tokens to random q, k and v."""
@@ -84,10 +87,12 @@ def _over_dense(
         rounds = measure.interleave(contenders, seconds=budget, device=q.device, dtype=q.dtype)
         entries = window.flops(seq_len, 1, 1, is_causal) / Dilated((seq_len,), (1,)).flops(seq_len, 1, 1, is_causal)
         parameters = _parameters(q, before=window.before, after=window.after, is_causal=is_causal)
-        for phase in ("forward", "forward+backward"):
+        with_avx2 = is_causal and cpu.instruction_set() < cpu.AVX512
+        bars = {"forward": bar, "forward+backward": TRAINED_WITH_AVX2 if with_avx2 else bar}
+        for phase, limit in bars.items():
             spread = rounds.ratio("window", "dense", phase, factor=1 / entries)
             times = {name: rounds.spread(name, phase) for name in contenders}
-            yield Row.of(f"{phase}: time per entry over the dense call's", parameters, spread, times=times, bar=bar)
+            yield Row.of(f"{phase}: time per entry over the dense call's", parameters, spread, times=times, bar=limit)
 
     return Step(f"window of {label}", run)
 
