@@ -33,7 +33,7 @@ from dilated_attention.errors import BackendError
 from dilated_attention.kernels.cpu import build
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
+from dilated_attention.plan import Branches, Plan, Rows, StridedGroup, plan_dilated, plan_of
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.profile import profile
 from dilated_attention_lab.commands import main
@@ -667,6 +667,16 @@ def results(threads, q, k, v, plan):
     gradients = cpu.backward(problem(plan, is_causal=True, scale=0.125), out, None, q, k, v, out, lse)
     torch.set_num_threads(before)
     return out, lse, *gradients
+
+
+@pytest.mark.parametrize(("tokens", "threads"), [(64, 1), (8192, 2)])
+def test_threads_join_where_memory_takes_long(tokens, threads, monkeypatch):
+    """A new token has few scores, and its keys are read once."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "ONE_THREAD", 2**22)
+    q, (k, v) = torch.randn(1, 1, 4, 64), (torch.randn(1, tokens, 4, 64) for _ in range(2))
+    plan = plan_of(Branches((tokens,), (1,), ((0,) * 4,)), (tokens - 1, tokens), (0, tokens), True)
+    assert cpu._Arguments(problem(plan), q, k, v).call.threads == threads
 
 
 def test_any_number_of_threads_gives_the_same_bits(monkeypatch):

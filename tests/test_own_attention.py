@@ -34,7 +34,9 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from dilated_attention import attention
 from dilated_attention.errors import UnsupportedError
+from dilated_attention.integrations import own_attention
 from dilated_attention.integrations.huggingface import NAME, dilate, report
 from dilated_attention.integrations.own_attention import attend, read_mask
 from tolerances import relative_error
@@ -239,6 +241,25 @@ def test_blocks_of_tokens_see_one_another(make, use_cache):
             _assert_close(*found)
         with torch.no_grad():
             assert (make(NAME)[0](**inputs).logits[mask.bool()] - results[0][0]).abs().max() > 1e-3
+
+
+def test_a_prefix_is_computed_once(monkeypatch):
+    rows = []
+
+    def counted(q, *arguments, **options):
+        rows.append(q.shape[0] * q.shape[1])
+        return attention(q, *arguments, **options)
+
+    monkeypatch.setattr(own_attention, "attention", counted)
+    blocks = torch.where(torch.arange(30) < torch.tensor([[20], [26]]), 0, -1)
+    shown = replace(read_mask(or_masks(causal_mask_function, blockwise_overlay(blocks))), queries=30, keys=30)
+    q, k, v = (torch.randn(2, 30, 2, 8) for _ in range(3))
+    out = attend(shown, q, k, v, scale=None)
+    assert sum(rows) == 20 + 26 + 2 * 10
+    place = torch.arange(30)
+    mask = (place[:, None] >= place) | ((blocks[:, :, None] == 0) & (blocks[:, None] == 0))
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask[:, None])
+    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("more", [{}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=str)

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from dilated_attention import plan_cache
-from dilated_attention.integrations.huggingface import NAME
+from dilated_attention.integrations import own_attention
+from dilated_attention.integrations.huggingface import NAME, report
 from transformers_families import build
 
 TOKENS = 43
@@ -122,6 +123,26 @@ def test_cached_steps(family, sizes, kind):
         logits.append(torch.cat(parts, 1)[mask.bool()])
     scale = max(float(logits[0].abs().max()), 1.0)
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("least", [0, own_attention.LEAST_SAVED], ids=["ours", "PyTorch's"])
+@pytest.mark.parametrize("family", KINDS)
+def test_one_token_without_padding(family, least, monkeypatch):
+    """This library computes it, or PyTorch's operator where that is quicker; layers with sinks are always ours."""
+    monkeypatch.setattr(own_attention, "LEAST_SAVED", least)
+    tokens, _ = _prompt(1)
+    logits = []
+    for model in _both(family):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            parts = [model(tokens[:, :20], past_key_values=cache).logits]
+            parts += [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(20, TOKENS)]
+        logits.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+    lines = report(model).splitlines()
+    assert all(line.endswith("scaled_dot_product_attention: few keys") for line in lines) == (
+        least > 0 and family != "gpt_oss"
+    )
 
 
 def test_a_cache_goes_on_with_a_second_prompt():

@@ -356,22 +356,15 @@ _COMPARED_BY_VALUE = frozenset((Dilated, Window))
 def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Hashable | None:
     """Return a cache key of everything that `Call._without_layouts` depends on, or None if the call must be checked.
 
-    It must be checked in five cases: a mesh is given; positions are given, which seldom come again; an option is not a
-    plain number or string, such as a tensor; q, k or v may be more than it seems, under torch.compile, torch.func or a
-    dispatch mode; q has enough heads for a warning.
+    It must be checked in four cases: a mesh is given; an option is not a plain number or string, such as a tensor; q, k
+    or v may be more than it seems, under torch.compile, torch.func or a dispatch mode; q has enough heads for a
+    warning.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_torch_func() or observed(q, k, v):
         return None
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
-    if (
-        options["mesh"] is not None
-        or placed(options)
-        or not _PLAIN.issuperset(types)
-        or q.is_nested
-        or k.is_nested
-        or v.is_nested
-    ):
+    if options["mesh"] is not None or not _PLAIN.issuperset(types) or q.is_nested or k.is_nested or v.is_nested:
         return None
     kind = type(pattern)
     shown: Any = pattern.dilated if isinstance(pattern, Product) else pattern

@@ -142,6 +142,11 @@ class Plan:
         return sum(group.entries() for group in self.groups)
 
     @cached_property
+    def keys(self) -> int:
+        """Return the key rows of all groups in one sample: how many rows of k and of v are read."""
+        return sum(group.heads * group.keys.segments * group.keys.count for group in self.groups)
+
+    @cached_property
     def banded(self) -> bool:
         """Return whether some group is causal or has another band."""
         return any(group.banded for group in self.groups)

@@ -36,6 +36,9 @@ MAX_TOKENS = 2**30
 ONE_THREAD = 2**22
 """The work, in score entries times head_dim, that one core finishes before other cores have joined it."""
 
+READ = 16
+"""Reading a key and its value from memory takes as long as this many of its score entries."""
+
 MOST_IDLE = 1.3
 """The largest imbalance of threads at which the backward uses one kernel of five products, not two with seven in all.
 
@@ -311,12 +314,12 @@ class _Arguments:
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
-        entries = problem.plan.entries * ratio * batch
+        work = batch * head_dim * max(problem.plan.entries * ratio, READ * problem.plan.keys)
         self.layouts, self.dtype, self.type = problem.layouts, q.dtype, TYPES[q.dtype]
         self.call = _Call(
             B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=problem.scale,
             softcap=problem.softcap,
-            threads=1 if entries * head_dim <= ONE_THREAD else torch.get_num_threads(),
+            threads=1 if work <= ONE_THREAD else torch.get_num_threads(),
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
         self.set(q=q, k=k, v=v, hidden=None if problem.hidden is None else problem.hidden.contiguous())

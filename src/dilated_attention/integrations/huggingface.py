@@ -46,7 +46,7 @@ from dilated_attention.integrations.own_attention import (
     Refused,
     Shown,
     attend,
-    describe,
+    is_for_operator,
     permuted,
     read_arguments,
     read_mask,
@@ -637,14 +637,15 @@ def _attend_own(
 
     q, k, v and the result are shaped as in `attention`. options: scale, dropout_p, sinks and softcap of `attention`.
     """
-    shown, chosen, held = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None), ""
+    shown, chosen = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None)
     if chosen is None or not chosen.serves(shown):
         out = attend(shown, q, k, v, **options)
+        how = "by scaled_dot_product_attention: few keys" if is_for_operator(shown, q, k, options) else ""
     else:
-        out, held = chosen.attend(shown, q, k, v, **options)
+        out, how = chosen.attend(shown, q, k, v, **options)
     if not torch.compiler.is_compiling():
         cap = f"softcap {options['softcap']}" if options["softcap"] else ""
-        _REPORTED[module] = ", ".join(filter(None, (describe(shown), cap, held)))
+        _REPORTED[module] = ", ".join(filter(None, (shown.words, cap, how)))
     return out
 
 
