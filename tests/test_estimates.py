@@ -63,8 +63,9 @@ def test_what_stands_for_the_tokens_of_blocks(shape, dtype, dense, instruction_s
     seq_len, block, heads, kv_heads, head_dim = shape
     _, block = block if isinstance(block, tuple) else (block, block)
     k = make(seq_len, kv_heads, head_dim, dtype, dense)
+    grid = candidates(k, k, block, False, True, 1)
     for parts, before in itertools.product((1, 4), (False, True)):
-        close(*both(partial(estimates.part_means, block=block, parts=parts, before=before), k), TYPES[dtype])
+        close(*both(lambda k: estimates.part_means(k, grid, block, parts, before), k), TYPES[dtype])  # noqa: B023
     close(*both(partial(estimates.extremes, page=7), k), 0)
     for directions in {1, -(-seq_len // block)}:
         direction = torch.randn(2, directions, heads, head_dim)

@@ -143,7 +143,7 @@ class Plan:
 
     @cached_property
     def keys(self) -> int:
-        """Return the key rows of all groups in one sample: how many rows of k and of v are read."""
+        """Return how many key rows all groups read in one sample."""
         return sum(group.heads * group.keys.segments * group.keys.count for group in self.groups)
 
     @cached_property
@@ -454,12 +454,7 @@ def plan_dilated(
     *,
     is_causal: bool = False,
 ) -> Plan:
-    """Return the plan of self-attention over a dilated pattern, from the cache.
-
-    Args:
-        table: branch x key-value head, as `Dilated.offset_table` gives it.
-        compat: as in `Dilated`.
-    """
+    """Return the plan of self-attention over a pattern with an offset `table` and `compat` of `Dilated`."""
     return plan_of(Branches(segment_lengths, dilation_rates, table, compat), (0, seq_len), None, is_causal)
 
 

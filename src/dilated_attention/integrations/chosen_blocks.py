@@ -61,12 +61,8 @@ class ChosenBlocks:
 def _held(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: dict[str, Any]) -> Tensor:
     """Return how much of the softmax over all keys falls on the chosen blocks, per head: `(heads,)`, from 0 to 1.
 
-    This is the mean over samples and over evenly spaced rows. For these rows the lse over all keys is computed here;
-    a row's share is exp(lse - lse over all keys). Neither lse includes sinks.
-
-    Args:
-        lse: the lse of the attention over the chosen blocks only, `(batch, heads, seq)`.
-        options: the options of the `attention` call that gave this lse.
+    This is the mean over samples and evenly spaced rows of exp(lse - lse over all keys), without sinks. `attention`
+    over the chosen blocks with these options gave `lse`, `(batch, heads, seq)`.
     """
     tokens, options = q.shape[1], {**options, "dropout_p": 0.0}
     whole = Dilated((tokens,), (1,))

@@ -98,10 +98,9 @@ class Visibility(NotATensor):
 class _Pattern:
     """Provide `config.dilated_attention` on every transformers configuration: a dict with the options of the pattern.
 
-    Setting it requests dilated attention; if another implementation was requested by its name, that one stays, with a
-    warning. Before it is set, reading it raises AttributeError. Reading a configuration file sets it too. The request
-    is written to `config.attn_implementation`, which transformers reads and then drops. This attribute stays, so that a
-    model that is loaded and saved again is still dilated.
+    Setting it, also by reading a file, requests dilated attention; an implementation that was requested by its name
+    stays, with a warning. Before, reading it raises AttributeError. The request is `config.attn_implementation`, which
+    transformers reads and then drops. This attribute stays, so that a model that is loaded and saved is still dilated.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:

@@ -298,20 +298,18 @@ def attend(
 
 
 LEAST_SAVED = 16 << 20
-"""The bytes of keys and values that this library must read less than PyTorch's operator to be the faster one for a new
-token (notebook, 2026-11-27). Its call takes 0.4 ms more, as the rest of a model drives its code out of the caches."""
+"""The bytes that this library must read less than PyTorch's operator to be the faster one for a new token (notebook,
+2026-11-27). Its call takes 0.4 ms more, as the rest of a model drives its code out of the caches."""
 
 
 def is_for_operator(shown: Shown, q: Tensor, k: Tensor, options: dict[str, Any]) -> bool:
-    """Return whether PyTorch's `scaled_dot_product_attention` computes a layer: one new token without padding, on a
-    CPU. It reads the keys of a KV head once for each of its query heads, this library reads them once."""
-    whole = shown.is_causal or (shown.window is None and shown.chunk is None)
-    if shown.queries != 1 or not whole or shown.hidden is not None or q.device.type != "cpu":
-        return False
-    if options["dropout_p"] or options["sinks"] is not None or options["softcap"] is not None:
-        return False
+    """Return whether PyTorch's operator computes a layer: one new token without padding, on a CPU. It reads keys once
+    for each query head, this library once for each KV head."""
+    whole = shown.is_causal or shown.window is shown.chunk is None
+    plain = not options["dropout_p"] and options["sinks"] is options["softcap"] is shown.hidden is None
     keys = shown.visible.stop - shown.visible.start
-    return 2 * (q.shape[2] - k.shape[2]) * keys * k.shape[3] * k.element_size() < LEAST_SAVED
+    saved = 2 * (q.shape[2] - k.shape[2]) * keys * k.shape[3] * k.element_size()
+    return shown.queries == 1 and whole and plain and q.device.type == "cpu" and saved < LEAST_SAVED
 
 
 def _pattern(shown: Shown, start: int, keys: int) -> tuple[Dilated | Window, int]:
@@ -348,8 +346,8 @@ def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[st
 
 
 def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend in a batch whose samples are shifted to begin with their first real token, and shift the results back.
-    Rows before this token are 0. Raises UnsupportedError with a cache."""
+    """Attend in samples that are shifted to begin with their first real token, and shift the results back. Rows before
+    this token are 0. Raises UnsupportedError with a cache."""
     assert shown.first_tokens is not None
     if shown.q_start or shown.k_start or shown.queries != shown.keys:
         raise UnsupportedError(f"chunks with a cache, in a graph that torch.compile traces: {_REMEDY}")
@@ -362,8 +360,8 @@ def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict
 
 
 def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend in the rows of each block to the keys up to the block's end, within the window, and in the other rows as
-    without blocks. Rows of a block are computed twice, except those of a prefix that all samples have."""
+    """Attend from the rows of each block to the keys up to its end, within the window; from others as without blocks.
+    Rows of a block are computed twice, those of a common prefix once."""
     assert shown.blocks is not None
     runs = [(i, first, stop) for i, first, stop in _runs(shown.blocks) if stop - first > 1]
     prefixes = {i: stop for i, first, stop in runs if first <= shown.q_start < stop}

@@ -42,17 +42,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Runs(NamedTuple):
-    """Hold maximal runs of consecutive key blocks.
-
-    Query block i of head h in batch element b has the runs numbered indptr[b, h, i] to indptr[b, h, i + 1] - 1.
-    """
-
-    indptr: Tensor
-    start: Tensor
-    length: Tensor
-
-
 class Transposed(NamedTuple):
     """List the query blocks of each key block, ascending.
 
@@ -411,18 +400,6 @@ class BlockLayout:
     def row(self) -> Tensor:
         """Return, for each entry of `indices`, the number of its list in (batch, head, query block) order: int64."""
         return rows_of(self.counts, self.nnz)
-
-    @derived
-    def runs(self) -> Runs:
-        """Return the maximal runs of consecutive key blocks in each query block's list."""
-        if self.nnz == 0:
-            return Runs(torch.zeros_like(self.indptr), self.indices, self.indices)
-        opens = torch.ones_like(self.indices, dtype=torch.bool)
-        row = self.row
-        opens[1:] = (self.indices.diff() != 1) | (row[1:] != row[:-1])
-        at = opens.nonzero().flatten()
-        length = torch.cat([at, at.new_tensor([self.nnz])]).diff()
-        return Runs(kept_before(opens)[self.indptr], self.indices[at], length)
 
     @derived
     def transposed(self) -> Transposed:

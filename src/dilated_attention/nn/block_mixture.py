@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from dilated_attention import checks
 from dilated_attention.decoding import listed_attention
-from dilated_attention.nn.choice import BlockChoice
 from dilated_attention.nn.positions import Tables
-from dilated_attention.nn.selection import SelectingAttention, SelectionCache
+from dilated_attention.nn.selection import BlockChoice, SelectingAttention, SelectionCache
 from dilated_attention.parallel.choosing import sums_of_blocks
 
 

@@ -15,9 +15,8 @@ from dilated_attention import checks
 from dilated_attention.decoding import cached_attention, listed_attention, newest_attention
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.nn.choice import BlockChoice
 from dilated_attention.nn.positions import Tables, rotate
-from dilated_attention.nn.selection import SelectingAttention, SelectionCache, tables_at
+from dilated_attention.nn.selection import BlockChoice, SelectingAttention, SelectionCache, tables_at
 from dilated_attention.parallel.choosing import sums_of_blocks, whole_blocks
 from dilated_attention.parallel.sharding import gathered
 from dilated_attention.patterns import Dilated, layout_for

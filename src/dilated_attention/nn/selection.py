@@ -1,4 +1,4 @@
-"""Provide the base class of attention that selects key blocks, and its cache of earlier tokens."""
+"""Provide the base class of attention that selects key blocks, its choice, and its cache of earlier tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -21,12 +23,89 @@ from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import MAX_BLOCK
+from dilated_attention.layout.spans import MAX_BLOCK, BlockGrid
 from dilated_attention.mesh import context_group, held_mesh
-from dilated_attention.nn.choice import BlockChoice
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
+from dilated_attention.ranking import slices, stable_topk
+from dilated_attention.routing.operator import choosers, in_graph
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """Choose for each query the `number` blocks that are most important to it, up to its own.
+
+    Every `query_block`-th token chooses, for the tokens up to the next one too. The last `local` blocks up to a query's
+    own, and with `first` block 0, are taken before all others; among equally important blocks, the first ones. A
+    subclass defines `importance`.
+    """
+
+    block_size: int
+    query_block: int
+    number: int
+    local: int = 1
+    first: bool = False
+    per_kv_head: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        choosers[cls.__name__] = partial(_layout, cls)
+
+    def importance(self, q: Tensor, start: int, key: Tensor, blocks: int) -> Tensor:
+        """Return how important key blocks 0 … `blocks` - 1 are to these queries, `(batch, lists, queries, blocks)`.
+
+        q: the queries of tokens `start`, `start + query_block`, and so on. key: the pooled keys, `(batch, rows,
+        kv_heads, head_dim)`, one row for each run of tokens that the layer pools, such as a block.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def blocks(
+        self,
+        q: Float[Tensor, "batch queries heads head_dim"],
+        start: int,
+        key: Float[Tensor, "batch rows kv_heads head_dim"],
+    ) -> Int[Tensor, "batch lists queries chosen"]:
+        """Return the blocks that these queries see, the most important first, then -1 where there are fewer than
+        min(`number`, blocks). Arguments are as in `importance`."""
+        queries, step = q.shape[1], self.query_block
+        blocks = (start + (queries - 1) * step) // self.block_size + 1
+        own = torch.arange(start, start + queries * step, step, device=q.device)[:, None] // self.block_size
+        block = torch.arange(blocks, device=q.device)
+        chosen = []
+        for at in slices(0, queries, q.shape[0] * q.shape[2] * max(blocks, key.shape[1])):
+            always = block > own[at] - self.local
+            if self.first:
+                always = always | (block == 0)
+            importance = self.importance(q[:, at], start + at.start * step, key, blocks)
+            ranked = importance.masked_fill(always, torch.inf).masked_fill(block > own[at], -torch.inf)
+            indices = stable_topk(ranked, min(self.number, blocks))[1]
+            chosen.append(indices.masked_fill(indices > own[at], -1))
+        return torch.cat(chosen, 2)
+
+    def layout(self, chosen: Tensor, seq_len: int) -> BlockLayout:
+        """Return the causal layout in which each run of `query_block` queries sees its `chosen` blocks (`blocks`).
+
+        The queries of block i see min(i + 1, blocks per list) blocks.
+        """
+        runs, most, each = chosen.shape[2], chosen.shape[3], self.block_size // self.query_block
+        ordered = chosen.sort(-1).values  # -1 first
+        fewer = [ordered[:, :, i * each : (i + 1) * each, most - 1 - i :].flatten(2) for i in range(most - 1)]
+        indices = torch.cat([*fewer, ordered[:, :, max(0, most - 1) * each :].flatten(2)], 2)
+        counts = (torch.arange(runs, device=chosen.device) // each + 1).clamp(max=most)
+        grid = BlockGrid.of(seq_len, (self.query_block, self.block_size), True)
+        return BlockLayout._of(grid, (counts.expand(chosen.shape[:3]), indices.flatten()))
+
+    def in_graph(self, q: Tensor, key: Tensor) -> BlockLayout:
+        """Return the layout for all tokens, from one operator of a graph."""
+        options = {"block_size": (self.query_block, self.block_size), "is_causal": True}
+        options |= {"per_kv_head": self.per_kv_head, "choice": asdict(self)}
+        return in_graph(type(self).__name__, q, key, None, None, None, options)
+
+
+def _layout(kind: type[BlockChoice], q: Tensor, key: Tensor, *, choice: dict[str, Any], **_: Any) -> BlockLayout:
+    chooses = kind(**choice)
+    return chooses.layout(chooses.blocks(q[:, :: chooses.query_block], 0, key), q.shape[1])
 
 
 class Rows:
@@ -335,34 +414,28 @@ class SelectingAttention(nn.Module):
     ) -> BlockLayout:
         """Return the layout of the blocks that the queries see; `cache` gets the newest query's.
 
-        Over a mesh each rank chooses for its own queries, and all ranks get all lists. Arguments are as in `_chosen`.
-        """
-        if torch.compiler.is_compiling() and self.mesh is None and cache is None:
-            return self.choice.in_graph(q, key)
-        chosen = self._chosen(q, key, edges, rank)
-        if cache is not None:
-            cache.chosen = chosen[:, :, -1]
-        return self.choice.layout(chosen, edges[-1])
-
-    def _chosen(self, q: Tensor, key: Tensor, edges: list[int], rank: int) -> Tensor:
-        """Return the blocks that each choosing query of the sequence sees, as `BlockChoice.blocks` does.
+        Over a mesh each rank chooses for its own queries, and gets all lists.
 
         Args:
             q: the queries of this rank's tokens.
             key: the pooled keys of the whole sequence, see `BlockChoice.importance`.
             edges, rank: from `_edges`.
         """
-        choice, start = self.choice, edges[rank]
-        first = -start % self.query_block
-        if self.mesh is None:
-            return choice.blocks(q[:, first :: self.query_block], start + first, key)
-        chosen = torch.empty(len(q), choice.lists(q, key), 0, 0, dtype=torch.int64, device=q.device)
+        if torch.compiler.is_compiling() and self.mesh is None and cache is None:
+            return self.choice.in_graph(q, key)
+        choice, start, first = self.choice, edges[rank], -edges[rank] % self.query_block
+        lists = (key if choice.per_kv_head else q).shape[2]
+        chosen = torch.empty(len(q), lists, 0, 0, dtype=torch.int64, device=q.device)
         if first < q.shape[1]:
             chosen = choice.blocks(q[:, first :: self.query_block], start + first, key)
-        width = min(choice.number, -(-edges[-1] // self.block_size))
-        chosen = F.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
-        bounds = [-(-edge // self.query_block) for edge in edges]
-        return gathered(chosen, 2, bounds, self.mesh, "chosen blocks")
+        if self.mesh is not None:
+            width = min(choice.number, -(-edges[-1] // self.block_size))
+            chosen = F.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
+            bounds = [-(-edge // self.query_block) for edge in edges]
+            chosen = gathered(chosen, 2, bounds, self.mesh, "chosen blocks")
+        if cache is not None:
+            cache.chosen = chosen[:, :, -1]
+        return choice.layout(chosen, edges[-1])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, seq_len: int) -> Tensor:
         options: dict[str, Any] = {}

@@ -203,20 +203,28 @@ def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
     else:
         direction = rows.mean(1, keepdim=True)
     number = min(KEY_PEAKS, grid.k_block)
-    present = (grid.seq_len - torch.arange(grid.columns, device=grid.device) * grid.k_block).clamp(max=grid.k_block)
-    peak_count = (torch.arange(number, device=grid.device) < present[:, None]).to(grid.dtype)
-    logarithm = torch.cat([peak_count, (present - number).clamp(min=0)[:, None]], 1).log()
+    logarithm = grid.once("logarithm", lambda grid: _logarithm(grid, number))
     key, *_ = block_peaks(k, direction, grid.k_block, number)
     return Sample(query.flatten(1, 2), weight, key.flatten(1, 2), key.shape[2], grid.scale, logarithm=logarithm)
+
+
+def _logarithm(grid: Candidates, peaks: int) -> Tensor:
+    """Return the logarithm of how many keys each key of `pooled` represents, (columns, peaks + 1)."""
+    present = (grid.seq_len - torch.arange(grid.columns, device=grid.device) * grid.k_block).clamp(max=grid.k_block)
+    peak_count = (torch.arange(peaks, device=grid.device) < present[:, None]).to(grid.dtype)
+    return torch.cat([peak_count, (present - peaks).clamp(min=0)[:, None]], 1).log()
 
 
 def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
     """Return the pooled queries of each query block, (B, rows, parts, H, D), and the weight of each, (rows, parts):
     means of parts of the block, or, when causal, of the q_block queries up to its first one, and that one itself."""
-    query, size = part_means(q, grid.q_block, QUERY_PARTS, before=grid.is_causal)
-    if grid.is_causal:  # parts count equally
-        size.clamp_(max=1)
-    return query.to(grid.dtype), (size / size.sum(-1, keepdim=True)).to(grid.dtype)
+    query, size = part_means(q, grid, grid.q_block, QUERY_PARTS, before=grid.is_causal)
+
+    def weights(grid: Candidates) -> Tensor:
+        share = size.clamp(max=1) if grid.is_causal else size  # parts count equally
+        return (share / share.sum(-1, keepdim=True)).to(grid.dtype)
+
+    return query.to(grid.dtype), grid.once("part weights", weights)
 
 
 def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,34 +253,37 @@ def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[
     return torch.cat([best, (rest / others[:, None, None])[:, :, None]], 2), score, at + column * block
 
 
-def part_means(x: Tensor, block: int, parts: int, before: bool = False) -> tuple[Tensor, Tensor]:
+def part_means(x: Tensor, grid: Candidates, block: int, parts: int, before: bool = False) -> tuple[Tensor, Tensor]:
     """Return the means of `parts` consecutive parts of each block, and the number of tokens in each part.
 
     Turns x (B, N, H, D) into means (B, blocks, parts, H, D) and sizes (blocks, parts). `before`: in place of a block
     take the `block` tokens that end at its first token (the first block then has none), and that token alone as a part.
     """
-    blocks = -(-x.shape[1] // block)
-    edges = (torch.arange(parts + 1, device=x.device) * block + parts - 1) // parts
-    edges = edges + torch.arange(blocks, device=x.device)[:, None] * block
-    if before:
-        edges = (edges + 1 - block).clamp_(min=0)
-        edges[0] = 0
-    else:
-        edges.clamp_(max=x.shape[1])
-    starts, stops = edges[:, :-1], edges[:, 1:]
-    if before:
-        own = torch.arange(0, x.shape[1], block, device=x.device)[:, None]
-        starts, stops = torch.cat([starts, own], 1), torch.cat([stops, own + 1], 1)
-    size = stops - starts
+    starts, stops, size = grid.once(("parts", block, parts, before), lambda grid: _parts(grid, block, parts, before))
     if is_compiled(x):
         return compiled.means(x, starts.flatten(), stops.flatten()).unflatten(1, size.shape), size
     part = torch.arange(block, device=x.device) * parts // block
     member = part == torch.arange(parts, device=x.device)[:, None]
-    whole = member.sum(-1).clamp(min=1)  # weights before sums, which half precision could not hold
+    blocks, whole = len(size), member.sum(-1).clamp(min=1)  # weights before sums, which half precision could not hold
     rows = in_blocks(x[:, 1 : 1 + (blocks - 1) * block] if before else x, block).flatten(3)
     means = F.pad((member / whole[:, None]).to(x.dtype) @ rows, (0, 0, 0, 0, int(before), 0))
     means = (means * (whole / size[:, :parts].clamp(min=1))[..., None].to(x.dtype)).unflatten(3, x.shape[2:])
     return torch.cat([means, x[:, ::block, None]], 2) if before else means, size
+
+
+def _parts(grid: Candidates, block: int, parts: int, before: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return start, stop and size of each part of `part_means`, (blocks, parts)."""
+    first = torch.arange(0, grid.seq_len, block, device=grid.device)[:, None]
+    edges = first + (torch.arange(parts + 1, device=grid.device) * block + parts - 1) // parts
+    if before:
+        edges = (edges + 1 - block).clamp_(min=0)
+        edges[0] = 0
+    else:
+        edges.clamp_(max=grid.seq_len)
+    starts, stops = edges[:, :-1], edges[:, 1:]
+    if before:
+        starts, stops = torch.cat([starts, first], 1), torch.cat([stops, first + 1], 1)
+    return starts, stops, stops - starts
 
 
 def extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:

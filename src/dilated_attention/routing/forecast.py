@@ -45,10 +45,9 @@ class Forecast:
 
     def __init__(self, q: Queries, k: Keys, grid: Candidates) -> None:
         self.grid = grid
-        sampled = [i for i in range(1, grid.rows - 1) if i % max(1, 2 ** (i.bit_length() - 1) // FORECAST_ROWS) == 0]
+        sampled, self.sampled, may = grid.once("sampled", _sampled)
         seen = grid.by_list(sampled_shares(q, k, sampled, grid))
-        self.sampled = torch.tensor(sampled, dtype=torch.long, device=grid.device)
-        self.seen = seen.masked_fill_(~grid.allowed[self.sampled], 0.0)
+        self.seen = seen.masked_fill_(~may, 0.0)
         prior = seen.new_tensor(FORECAST_PRIOR).log() / FORECAST_RATE
         self.held = prior.repeat(*seen.shape[:2], 1)
 
@@ -110,16 +109,7 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
     """
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)
-    # tokens at other places of each block, and other keys for each group of blocks
-    block = torch.tensor(sampled, dtype=torch.float64, device=q.device)[:, None]
-    place = (block * GOLDEN + torch.arange(FORECAST_TOKENS, device=q.device) / FORECAST_TOKENS) % 1
-    tokens = (block * grid.q_block + (place * grid.q_block).floor()).long().sort(-1).values
-    first = torch.arange(len(tokens), device=q.device)[:, None] // FORECAST_GROUP % stride
-    # the keys 0, first + stride, first + 2 stride, ... up to the token
-    seen = ((tokens - first) // stride + 1).clamp(min=0)
-    weight = torch.full(tokens.shape, 1 / FORECAST_TOKENS, dtype=grid.dtype, device=q.device)
-    logarithm = torch.zeros(grid.columns, grid.k_block // stride, dtype=grid.dtype, device=q.device)
-    logarithm[:1, :1] = -math.log(stride)
+    tokens, seen, weight, logarithm = grid.once(("tokens", tuple(sampled)), lambda grid: _tokens(grid, sampled, stride))
     query = q[:, tokens.flatten()].unflatten(1, tokens.shape)
     found = [torch.zeros(batch, heads, 0, grid.columns, dtype=grid.dtype, device=q.device)]
     for group, start in enumerate(range(0, len(tokens), FORECAST_GROUP)):
@@ -130,3 +120,25 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
         )  # fmt: skip
         found += [share for _, share in shares(sample, seen[at], grid.columns)]
     return torch.cat(found, 2)
+
+
+def _sampled(grid: Candidates) -> tuple[list[int], Tensor, Tensor]:
+    """Return the sampled query blocks, twice, and which key blocks each may choose."""
+    numbers = [i for i in range(1, grid.rows - 1) if i % max(1, 2 ** (i.bit_length() - 1) // FORECAST_ROWS) == 0]
+    sampled = torch.tensor(numbers, dtype=torch.long, device=grid.device)
+    return numbers, sampled, torch.arange(grid.columns, device=grid.device) < grid.choices[sampled, None]
+
+
+def _tokens(grid: Candidates, sampled: Sequence[int], stride: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `sampled_shares`' tokens, how many keys each sees, their weights, and the keys' logarithms."""
+    # tokens at other places of each block, and other keys for each group of blocks
+    block = torch.tensor(sampled, dtype=torch.float64, device=grid.device)[:, None]
+    place = (block * GOLDEN + torch.arange(FORECAST_TOKENS, device=grid.device) / FORECAST_TOKENS) % 1
+    tokens = (block * grid.q_block + (place * grid.q_block).floor()).long().sort(-1).values
+    first = torch.arange(len(tokens), device=grid.device)[:, None] // FORECAST_GROUP % stride
+    # the keys 0, first + stride, first + 2 stride, ... up to the token
+    seen = ((tokens - first) // stride + 1).clamp(min=0)
+    weight = torch.full(tokens.shape, 1 / FORECAST_TOKENS, dtype=grid.dtype, device=grid.device)
+    logarithm = torch.zeros(grid.columns, grid.k_block // stride, dtype=grid.dtype, device=grid.device)
+    logarithm[:1, :1] = -math.log(stride)
+    return tokens, seen, weight, logarithm

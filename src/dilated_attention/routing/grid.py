@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share
@@ -38,7 +40,7 @@ class Candidates(BlockGrid):
 
     `keep_diagonal`: always list the blocks of a query block's own tokens. `floor` is the least number of blocks per
     query block, `scale` the factor of the scores, `dtype` the shares' dtype. `kv_heads`: make one list for all query
-    heads of each of these KV heads; None: make one per query head.
+    heads of each of these KV heads; None: make one per query head. `made`: what `once` has computed.
     """
 
     keep_diagonal: bool
@@ -47,6 +49,18 @@ class Candidates(BlockGrid):
     dtype: torch.dtype  # of shares
     device: torch.device
     kv_heads: int | None = None
+    made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Return an upper estimate, in bytes."""
+        return 4096 + 1024 * (self.rows + self.columns) + 2 * self.rows * self.columns
+
+    def once(self, key: Hashable, make: Callable[[Candidates], Any]) -> Any:
+        """Return `make(self)`, computed in the first call with this key. Nobody may write to it."""
+        if key not in self.made:
+            self.made[key] = make(self)
+        return self.made[key]
 
     def by_list(self, share: Tensor) -> Tensor:
         """Return the shares (B, H, rows, columns) of heads as those of lists: the mean over the heads of a list."""
@@ -89,12 +103,12 @@ class Candidates(BlockGrid):
 
     def least(self) -> Tensor:
         """Return the least number of key blocks per query block, `(rows,)`: `floor`, or those always listed if more."""
-        return self._blocks(0.0)
+        return self.once("least", lambda grid: grid._blocks(0.0))
 
     def budget(self, density: float) -> Tensor:
         """Check that density is in (0, 1], and return how many key blocks each query block keeps at it, `(rows,)`."""
         check_share("density", density)
-        return self._blocks(density)
+        return self.once(density, lambda grid: grid._blocks(density))
 
     def _blocks(self, density: float) -> Tensor:
         """Return how many key blocks each query block keeps, `(rows,)`: round(density * visible), at least `floor`.
@@ -160,10 +174,13 @@ def candidates(
     grid = BlockGrid.of(q.shape[1], block_size, is_causal)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return Candidates(
+    fields = (
         grid.seq_len, grid.q_block, grid.k_block, is_causal, keep_diagonal, floor, scale, dtype, q.device,
         k.shape[2] if per_kv_head else None,
     )  # fmt: skip
+    if not is_compiled(q, k):
+        return Candidates(*fields)
+    return plan_cache.get(("candidates", *fields), lambda: Candidates(*fields))
 
 
 def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def lsh_blocks(
     hashes = _Hashes(planes.to(grid.device, grid.dtype), num_bits)
     queries = _queries(q, grid, 1 if density is None else max(1, grid.q_block // LSH_QUERIES))
     met = hashes.weights(*queries)  # (B, H, rows, hashes * buckets); when causal without row 0
-    means, sizes = part_means(k, grid.k_block, 1)
+    means, sizes = part_means(k, grid, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
     everything, skip = slice(0, grid.rows), int(is_causal)
     if density is None:

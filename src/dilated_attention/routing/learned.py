@@ -131,9 +131,9 @@ class LearnedRouter(nn.Module):
         choice and the sums of gates."""
         with torch.autocast(q.device.type, enabled=False):
             dtype = self.query_map.dtype
-            query = part_means(q, grid.q_block, 1, before=self.is_causal)[0][:, :, 0]
+            query = part_means(q, grid, grid.q_block, 1, before=self.is_causal)[0][:, :, 0]
             query = torch.einsum("bihd,hdr->bhir", query.to(dtype), self.query_map)
-            key = torch.cat([part_means(k, grid.k_block, 1)[0][:, :, 0], extremes(k, grid.k_block)], dim=-1)
+            key = torch.cat([part_means(k, grid, grid.k_block, 1)[0][:, :, 0], extremes(k, grid.k_block)], dim=-1)
             key = torch.einsum("bjhd,hdr->bhjr", key.to(dtype), self.key_map)
             key = key.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
             return query @ key.mT / self.query_map.shape[2] ** 0.5
