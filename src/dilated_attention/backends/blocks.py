@@ -201,9 +201,9 @@ def _calls(
     Args:
         scores: settings of the scores for the whole layout; each call gets its own causality, bias and dropout.
         tensors: (batch, heads, seq, ...), q first; None stays None.
-        copies: the number of temporary vectors, of head_dim numbers each, per token and head that a call reads or
-            writes. It limits the rows and heads of a call (`Sequence.parts`).
-        by_head: where keys are gathered, prefer calls with few heads (`Sequence.parts`).
+        copies: the temporary vectors of head_dim numbers, per token and head that a call reads or writes. They limit
+            its rows and heads (`Sequence.parts`).
+        by_head: where keys are gathered, prefer calls with few heads.
     """
     q, pairs = tensors[0], scores.pairs
     words = [] if pairs is None else [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]

@@ -373,9 +373,8 @@ def _require_no_windows(part: PreTrainedModel) -> None:
 def _without_windows(config: Any) -> str:
     """Return advice: how to make a model without windows that computes the same for texts shorter than the window.
 
-    In Gemma 3 and ModernBERT a layer's type also chooses its rotary positions: `rope_parameters` has an entry for each
-    type. Without windows only one type and one entry remain. So if layers of several types have different entries, the
-    advice is to choose another model.
+    Without windows, one type of layers remains, with one entry of `rope_parameters`. Where the types have different
+    entries (Gemma 3, ModernBERT), the advice is to choose another model.
     """
     conflict = "windows cannot be combined with dilated segments"
     kinds = set(getattr(config, "layer_types", None) or ())

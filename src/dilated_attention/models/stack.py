@@ -286,8 +286,8 @@ class LongNetStack(Pretrained):
         """Return each token's position in its packed sample, and the origin of xPos, both `(tokens,)`.
 
         The origin is the middle of the token's sample. Returns None in a model without positions. Raises
-        UnsupportedError if `positions` are given. Over a mesh x is this rank's shard, and counts (the tokens of each
-        sample) and seq_len are those of the whole sequence.
+        UnsupportedError if `positions` are given. Over a mesh x is this rank's shard; counts (tokens of each sample)
+        and seq_len are global.
         """
         if self.config.rotary is None:
             return None
