@@ -109,7 +109,7 @@ class Shown(NotATensor):
 
     @property
     def visible(self) -> slice:
-        """The keys, counted from the first one, that some query sees unless they are hidden."""
+        """Return the slice of keys that some query sees unless they are hidden."""
         if not self.is_causal:
             return slice(0, self.keys)
         first = 0 if self.chunk is None else self.q_start // self.chunk * self.chunk
@@ -306,7 +306,7 @@ def is_for_operator(shown: Shown, q: Tensor, k: Tensor, options: dict[str, Any])
     """Return whether PyTorch's operator computes a layer: one new token without padding, on a CPU. It reads keys once
     for each query head, this library once for each KV head."""
     whole = shown.is_causal or shown.window is shown.chunk is None
-    plain = not options["dropout_p"] and options["sinks"] is options["softcap"] is shown.hidden is None
+    plain = not options["dropout_p"] and options["sinks"] is options["softcap"] is shown.hidden is shown.samples is None
     keys = shown.visible.stop - shown.visible.start
     saved = 2 * (q.shape[2] - k.shape[2]) * keys * k.shape[3] * k.element_size()
     return shown.queries == 1 and whole and plain and q.device.type == "cpu" and saved < LEAST_SAVED

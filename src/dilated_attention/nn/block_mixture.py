@@ -12,7 +12,7 @@ from dilated_attention import checks
 from dilated_attention.decoding import listed_attention
 from dilated_attention.nn.positions import Tables
 from dilated_attention.nn.selection import BlockChoice, SelectingAttention, SelectionCache
-from dilated_attention.parallel.choosing import sums_of_blocks
+from dilated_attention.parallel.choosing import in_whole_blocks, sums_of_blocks
 
 
 class MixtureChoice(BlockChoice):
@@ -122,6 +122,4 @@ class BlockAttentionMixture(SelectingAttention):
         Over a mesh, k has 0 at the tokens of other ranks, and the ranks' results are then added.
         """
         dtype = torch.promote_types(k.dtype, torch.float32)
-        if k.shape[1] < self.block_size:
-            return k.new_empty(len(k), 0, *k.shape[2:], dtype=dtype)
-        return k.unfold(1, self.block_size, self.block_size).mean(-1, dtype=dtype)
+        return in_whole_blocks(k, self.block_size, self.block_size).mean(-1, dtype=dtype)

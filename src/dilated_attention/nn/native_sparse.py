@@ -17,7 +17,7 @@ from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.nn.selection import BlockChoice, SelectingAttention, SelectionCache, tables_at
-from dilated_attention.parallel.choosing import sums_of_blocks, whole_blocks
+from dilated_attention.parallel.choosing import in_whole_blocks, sums_of_blocks, whole_blocks
 from dilated_attention.parallel.sharding import gathered
 from dilated_attention.patterns import Dilated, layout_for
 
@@ -62,9 +62,7 @@ class BlockPooling(nn.Module):
         return self.hidden(x.new_zeros(1, self.length * x.shape[-1]))
 
     def _blocks(self, x: Tensor) -> Tensor:
-        if x.shape[1] < self.length:
-            return x.new_empty(len(x), 0, x.shape[2], self.length * x.shape[3])
-        return x.unfold(1, self.length, self.stride).mT.flatten(3)
+        return in_whole_blocks(x, self.length, self.stride).mT.flatten(3)
 
 
 @dataclass(frozen=True)
@@ -199,8 +197,9 @@ class NativeSparseAttention(SelectingAttention):
         self.num_selected, self.local_blocks = num_selected, local_blocks
         self.window, self.pattern = window, pattern
         self.choice = NativeChoice(
-            self.block_size, self.query_block, num_selected, local_blocks, True, compress_block, compress_stride
-        )
+            self.block_size, self.query_block, num_selected, local_blocks, first=True, length=compress_block,
+            stride=compress_stride,
+        )  # fmt: skip
         self.branches = 3 if pattern is None else 4
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = num_heads + 2 * self.branches * self.num_kv_heads

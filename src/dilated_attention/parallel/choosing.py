@@ -73,6 +73,13 @@ def whole_blocks(tokens: int, length: int, stride: int) -> int:
     return max(0, (tokens - length) // stride + 1)
 
 
+def in_whole_blocks(x: Tensor, length: int, stride: int) -> Tensor:
+    """Return the `whole_blocks` of x `(batch, tokens, ...)`: `(batch, blocks, ..., length)`."""
+    if x.shape[1] < length:
+        return x.new_empty(len(x), 0, *x.shape[2:], length)
+    return x.unfold(1, length, stride)
+
+
 def sums_of_blocks(
     of: Callable[[Tensor], Tensor], x: Tensor, length: int, stride: int, edges: Sequence[int], rank: int, mesh: Mesh
 ) -> Tensor:
