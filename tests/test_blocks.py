@@ -341,7 +341,7 @@ class TestCache:
         after = plan_cache.info()
         assert torch.equal(first, again)
         assert after.misses == before.misses == before.entries
-        assert after.hits >= before.hits + 4
+        assert after.hits >= before.hits + 2
 
     def test_a_hit_takes_less_than_20_microseconds(self):
         layout = BlockLayout.random(1 << 17, 0.1, 0).causal()

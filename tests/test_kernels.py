@@ -776,11 +776,12 @@ def test_tables_are_held_for_the_stream_that_reads_them(number, kernel, monkeypa
     lists.transposed = SimpleNamespace(indptr=table("column starts"), indices=table("columns"))
     lists.block_size, lists.is_causal = (8, 8), False
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(backend, "on_default_stream", lambda device: number == 0)
     monkeypatch.setattr(backend, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tiles, "longest", lambda *x: (64, 64))
     monkeypatch.setattr(tiles, "tables", lambda *x: [SimpleNamespace(lines=table("tiles"))])
     q = SimpleNamespace(
-        device=torch.device("cuda", 0), shape=(1, 64, 1, 16), numel=lambda: 1024, element_size=lambda: 2
+        device=torch.device("cuda", 0), is_cuda=True, shape=(1, 64, 1, 16), numel=lambda: 1024, element_size=lambda: 2
     )
     monkeypatch.setattr(backend, "plan_cache", PlanCache(1000))
     plan = plan_dilated((64,), (1,), ((0,),), 64)

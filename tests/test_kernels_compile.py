@@ -263,7 +263,7 @@ def test_a_later_call_launches_what_the_first_one_compiled(monkeypatch):
 def test_launches_of_ever_new_kinds_are_not_all_kept():
     held = {}
     for scale in range(3 * backend.MOST_BOUND):
-        backend._bound(held, {}, (scale,), lambda: backend.Bound(None, 1, {}))
+        backend._bound(held, (), (scale,), lambda: (backend.Bound(None, 1, (), {}),))
     assert len(held) <= backend.MOST_BOUND
 
 

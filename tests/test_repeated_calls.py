@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -294,13 +296,13 @@ class TestLayouts:
         with pytest.raises(ValueError, match="layout"):
             block_sparse_attention(*inputs, other)
 
-    def test_one_entry_serves_all_layouts(self):
-        options = calls._DEFAULTS
-        kept = Call.remembered(*tensors(), LAYOUT, options)
-        again = Call.remembered(*tensors(), BlockLayout.global_(N, 1, 8), options)
+    def test_a_layout_has_an_entry_of_its_own_while_all_share_the_checks(self):
+        options, other = calls._DEFAULTS, BlockLayout.global_(N, 1, 8)
+        kept, again = (Call.remembered(*tensors(), x, options) for x in (LAYOUT, other))
         assert kept.layouts == (LAYOUT,)
-        assert again.layouts == (BlockLayout.global_(N, 1, 8),)
-        assert plan_cache.info().entries == 1
+        assert again.layouts == (other,)
+        assert Call.remembered(*tensors(), other, options) is again
+        assert plan_cache.info().entries == 3
 
 
 class TestState:
@@ -408,3 +410,114 @@ class TestState:
                         out.sum().backward()
             """
         )
+
+
+@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+class TestRepeats:
+    """What a backend prepared for a call serves later tensors of the same kind, and no others."""
+
+    @every_pattern
+    def test_views_and_other_alignments(self, pattern):
+        bases = [torch.randn(2, N + 2, 12, 9) for _ in range(3)]
+        wide = [x[:, 1:-1, 2:10:2, :8] for x in bases]
+        swapped = [torch.randn(2, 4, N, 8).transpose(1, 2) for _ in range(3)]
+        apart = [torch.randn(2 * N * 4 * 8 + 1)[1:].view(2, N, 4, 8) for _ in range(3)]
+        turned = [torch.randn(2, N, 8, 4).transpose(2, 3) for _ in range(3)]
+        for inputs in (tensors(), wide, swapped, apart, turned, tensors(), wide):
+            expected = attention(*inputs, pattern, backend="reference")
+            for _ in range(2):
+                torch.testing.assert_close(attention(*inputs, pattern, backend="cpu"), expected, rtol=1e-5, atol=1e-5)
+
+    def test_the_last_call_prepares_nothing(self, monkeypatch):
+        inputs, prepared = tensors(), []
+        entry = BACKENDS["cpu"]
+        noted = replace(entry, prepare=lambda *x: prepared.append(x[0]) or cpu.prepare(*x))
+        monkeypatch.setitem(BACKENDS, "cpu", noted)
+        for pattern in (PATTERNS["dilated"], LAYOUT):
+            outs = [attention(*inputs, pattern, backend="cpu", return_lse=True) for _ in range(3)]
+            assert len(prepared) == 1
+            prepared.clear()
+            assert all(torch.equal(x, y) for x, y in zip(outs[0], outs[2], strict=True))
+
+    def test_instructions_and_threads_are_those_of_now(self, monkeypatch):
+        inputs, ran = tensors(), []
+        expected = attention(*inputs, Window(3), backend="cpu")
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(threads + 1)
+            assert torch.equal(attention(*inputs, Window(3), backend="cpu"), expected)
+        finally:
+            torch.set_num_threads(threads)
+        forward, set_of = cpu.forward, cpu._set_of
+        monkeypatch.setattr(cpu, "forward", lambda *x: ran.append(x[0]) or monkeypatch.undo() or forward(*x))
+        monkeypatch.setattr(cpu, "_set_of", lambda dtype: set_of(dtype) + 1)
+        assert torch.equal(attention(*inputs, Window(3), backend="cpu"), expected)
+        assert len(ran) == 1
+
+    @pytest.mark.parametrize("pattern", [PATTERNS["dilated"], LAYOUT], ids=["dilated", "layout"])
+    def test_tables_outlive_the_cache_and_inputs_do_not_outlive_the_caller(self, pattern):
+        inputs = tensors()
+        call = Call.remembered(*inputs, pattern, {**calls._DEFAULTS, "backend": "cpu"})
+        expected, _ = execution.repeat(call, *inputs)
+        plan_cache.clear()
+        gc.collect()
+        torch.randint(1 << 40, (1 << 16,))  # takes up freed memory
+        assert torch.equal(execution.repeat(call, *inputs)[0], expected)
+        held = [weakref.ref(x) for x in inputs]
+        del inputs
+        assert not any(x() is not None for x in held)
+
+    def test_large_tables_are_not_kept(self, monkeypatch):
+        inputs = tensors()
+        expected = attention(*inputs, Window(3), backend="cpu")
+        plan_cache.clear()
+        monkeypatch.setattr(cpu, "MOST_PREPARED", 0)
+        call = Call.remembered(*inputs, Window(3), {**calls._DEFAULTS, "backend": "cpu"})
+        assert execution.repeat(call, *inputs) is None
+        assert torch.equal(attention(*inputs, Window(3), backend="cpu"), expected)
+
+    def test_kinds_are_bounded(self):
+        call = Call.remembered(*tensors(), Window(3), {**calls._DEFAULTS, "backend": "cpu"})
+        for width in range(8, 8 + 2 * execution.MOST_KINDS):
+            inputs = [torch.randn(2, N, 4, width)[..., :8] for _ in range(3)]
+            expected = attention(*inputs, Window(3), backend="native")
+            torch.testing.assert_close(execution.repeat(call, *inputs)[0], expected, rtol=1e-5, atol=1e-5)
+        assert len(call.repeats) == execution.MOST_KINDS
+
+    @pytest.mark.parametrize("backend", ["cpu", "native"])
+    def test_gradients_of_a_call_that_passes_no_operator(self, backend):
+        q, *_ = inputs = tensors(requires_grad=True)
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+            out, lse = attention(*inputs, LAYOUT, backend=backend, return_lse=True)
+        assert len(packed) == 5
+        loss = out.sin().sum() + lse.cos().sum()
+        found = torch.autograd.grad(loss, inputs, retain_graph=True)
+        wanted = torch.autograd.grad(
+            (lambda out, lse: out.sin().sum() + lse.cos().sum())(
+                *attention(*inputs, LAYOUT, backend="reference", return_lse=True)
+            ),
+            inputs,
+        )
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        several = torch.randn(3, *out.shape)
+        (batched,) = torch.autograd.grad(out, q, several, is_grads_batched=True, retain_graph=True)
+        for x, dout in zip(batched, several, strict=True):
+            torch.testing.assert_close(x, torch.autograd.grad(out, q, dout, retain_graph=True)[0])
+        (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            first.sum().backward()
+
+    def test_what_is_written_to_before_the_backward_is_refused(self):
+        inputs = tensors(requires_grad=True)
+        out = attention(*inputs, Window(3))
+        with torch.no_grad():
+            inputs[0].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        layout = BlockLayout.local(N, 9, 8)
+        out = attention(*tensors(requires_grad=True), layout)
+        layout.indices.zero_()
+        with pytest.raises(ValueError, match="a table was written to"):
+            out.sum().backward()

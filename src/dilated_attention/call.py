@@ -20,8 +20,8 @@ from dilated_attention import checks
 from dilated_attention.backends import table
 from dilated_attention.backends.dropout import Dropout, dropout_of
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.problem import Problem
-from dilated_attention.cache import plan_cache
+from dilated_attention.backends.problem import Problem, Repeat
+from dilated_attention.cache import derived, plan_cache
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import check_transport, context_group
@@ -114,8 +114,10 @@ class Call:
         softcap: the bound of scores; 0: no bound.
         layout_function: the name of the function that gives the layouts when an exported call runs; "": they are in
             `layouts`.
-        problems: the `Problem` for each (number of queries, number of keys) that the call has run with; empty if it
+        problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
             depends on more, such as a mask.
+        repeats: what a backend prepared for tensors of a kind (strides, alignment); None if the call was not
+            `remembered`, or with its layouts.
     """
 
     branches: Branches
@@ -133,7 +135,8 @@ class Call:
     starts: tuple[int, int] = (0, 0)
     softcap: float = 0.0
     layout_function: str = ""
-    problems: dict[tuple[int, int], Problem] = field(init=False, default_factory=dict)
+    problems: dict[Hashable, Problem] = field(init=False, default_factory=dict)
+    repeats: dict[Hashable, Repeat | None] | None = field(init=False, default=None)
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **given: Unpack[Options]) -> Call:
@@ -157,17 +160,30 @@ class Call:
     @classmethod
     def remembered(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Call:
         """Return the same as `of`; the options must be complete. A call whose `_key` is in `plan_cache` is not checked
-        again, and its backend is not chosen again.
-
-        Layouts are checked in every call, because their tables may have been written to.
+        again, and its backend is not chosen again. Layouts inside segments are.
         """
         key = _key(q, k, v, pattern, options)
         if key is None:
             return cls.of(q, k, v, pattern, **options)
-        call = plan_cache.get(key, lambda: cls._without_layouts(q, k, v, pattern, options)[0])
-        if isinstance(pattern, (BlockLayout, Product)):
-            return call._with_layouts(pattern, q, k, q.shape[1], False)
-        return call
+
+        def make() -> Call:
+            return cls._without_layouts(q, k, v, pattern, options)[0]._remembered()
+
+        if isinstance(pattern, Product):
+            return plan_cache.get(key, make)._with_layouts(pattern, q, k, q.shape[1], False)
+        if not isinstance(pattern, BlockLayout):
+            return plan_cache.get(key, make)
+        pattern.require_unchanged()
+        layout = pattern
+
+        def with_layout() -> Call:
+            return plan_cache.get(key, make)._with_layouts(layout, q, k, q.shape[1], False)._remembered()
+
+        return plan_cache.get((key, layout.key), with_layout)
+
+    def _remembered(self) -> Call:
+        self.__dict__["repeats"] = {}
+        return self
 
     @classmethod
     def _without_layouts(
@@ -212,19 +228,21 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """Return the size that the cache counts, in bytes: an upper estimate for the Python objects, with one plan."""
-        return 4096 + 256 * sum([len(row) for row in self.branches.offsets])
+        """Return the size that the cache counts, in bytes: an upper estimate for the Python objects, with one plan, and
+        the layouts, with those that `problems` hold."""
+        layouts = sum([4 * layout.nbytes for layout in self.layouts])
+        return 4096 + 256 * sum([len(row) for row in self.branches.offsets]) + layouts
 
     @property
     def backend(self) -> table.Backend:
         return self.choice.backend
 
-    @property
+    @derived
     def factor(self) -> float:
         """Return the factor by which q is multiplied first, so that the scale that backends get is positive."""
         return split_scale(self.scale)[0]
 
-    @property
+    @derived
     def positive_scale(self) -> float:
         """Return the scale that backends get: they multiply the scores of q * `factor` by it."""
         return split_scale(self.scale)[1]
@@ -357,10 +375,10 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
     """Return a cache key of everything that `Call._without_layouts` depends on, or None if the call must be checked.
 
     It must be checked in four cases: a mesh is given; an option is not a plain number or string, such as a tensor; q, k
-    or v may be more than it seems, under torch.compile, torch.func or a dispatch mode; q has enough heads for a
-    warning.
+    or v may be more or less than it seems, under torch.compile, torch.func or a dispatch mode or on the meta device; q
+    has enough heads for a warning.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_torch_func() or observed(q, k, v):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_torch_func() or observed(q, k, v) or q.is_meta:
         return None
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
@@ -368,26 +386,30 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
         return None
     kind = type(pattern)
     shown: Any = pattern.dilated if isinstance(pattern, Product) else pattern
-    terms = shown.terms if type(shown) is Sum else (shown,)
     if kind is BlockLayout:
         shown = None  # the call without its lists is the same for every layout
-    elif not _COMPARED_BY_VALUE.issuperset(map(type, terms)):
+    elif not _COMPARED_BY_VALUE.issuperset(map(type, shown.terms) if type(shown) is Sum else (type(shown),)):
         return None
     if q.dim() != 4 or q.shape[2] >= checks.MANY_HEADS:
         return None
-    of_q, of_k, of_v = [(x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)]
-    return "call", kind, shown, values, types, of_q, of_k, of_v
+    of_v = v.shape, v.dtype, v.device, v.layout
+    return (
+        "call", kind, shown, values, types, q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
+        of_v,
+    )  # fmt: skip
 
 
-def in_autocast(device: torch.device) -> bool:
-    known = device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type)
-    return known and torch.is_autocast_enabled(device.type)
+def in_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on for the device of x."""
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # a device takes long to say its type
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return known and torch.is_autocast_enabled(kind)
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast q, k and v as autocast does for `scaled_dot_product_attention`; double precision is left as it is."""
     given = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)  # which is checked later
-    if not given or not in_autocast(q.device):
+    if not given or not in_autocast(q):
         return q, k, v
     q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))
     return q, k, v
@@ -395,14 +417,14 @@ def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def dtype_of_products(x: Tensor) -> torch.dtype:
     """Return the dtype of a product of x with a weight: the dtype of autocast, unless x is in double precision."""
-    if x.dtype == torch.float64 or not in_autocast(x.device):
+    if x.dtype == torch.float64 or not in_autocast(x):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def as_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad q, k and v with zeros to one head_dim. No score changes, and the caller drops the extra columns of out."""
-    missing = v.shape[3] - q.shape[3]
+    missing = v.size(3) - q.size(3)
     if missing < 0:
         return q, k, torch.nn.functional.pad(v, (0, -missing))
     if missing:

@@ -20,6 +20,9 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import running
 from dilated_attention.plan import Plan
 
+MOST_KINDS = 8
+"""The most kinds of tensors, by strides and alignment, for which a call keeps what a backend prepared."""
+
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Run a call on a backend that has an `attend`; return out and lse, `(batch, seq, heads)`, differentiable."""
@@ -76,6 +79,21 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     return [out, lse]
 
 
+def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return out and lse of a call as its backend repeats it; None if it does not."""
+    if call.repeats is None:
+        return None
+    kind = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+    if kind in call.repeats:
+        run = call.repeats[kind]
+    else:
+        alone = call.factor == 1 and call.dropout_p == 0 and v.size(3) == q.size(3)
+        run = call.backend.prepare(_problem(call, q, k), q, k, v) if alone else None
+        if len(call.repeats) < MOST_KINDS:
+            call.repeats[kind] = run
+    return None if run is None else run(q, k, v)
+
+
 def backward(
     call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,17 +127,17 @@ def _problem(
 
     `at`: the (batch, seq) slices of the sample's rows; None: the whole call. `whole`: the dropout of all samples.
     """
-    counts = q.shape[1], k.shape[1]
-    if at is None and counts in call.problems:
-        return call.problems[counts]
+    shapes = q.shape, k.shape, q.device
+    if at is None and (held := call.problems.get(shapes)) is not None:
+        return held
     plan = call.plan(q.shape[1], k.shape[1]) if at is None else call.plan(at[1].stop - at[1].start)
     layouts = layouts_of(call, q, plan, sample)
     hidden, dropout = call.key_padding_mask, call.dropout(q, k) if at is None else whole
     if at is not None:
         hidden, dropout = None if hidden is None else hidden[at], None if dropout is None else dropout.sample(*at)
     problem = Problem(plan, call.positive_scale, hidden, layouts, dropout, call.softcap)
-    if at is None and hidden is layouts is dropout is None:
-        call.problems[counts] = problem
+    if at is None and hidden is dropout is None:
+        call.problems[shapes] = problem
     return problem
 
 

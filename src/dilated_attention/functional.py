@@ -167,6 +167,8 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
 
     This draws the seed of dropout, and applies `key_padding_mask` and `sinks`.
     """
+    if (found := operators.repeat(q, k, v, call)) is not None:
+        return found
     key_padding_mask, sinks = options["key_padding_mask"], options["sinks"]
     if call.dropout_p:
         call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
@@ -177,8 +179,8 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
             spoiled = key_padding_mask[:, :, None] & ~q.isfinite().all(-1)
             q = q.masked_fill(spoiled[..., None], 0.0)
     out, lse = operators.attend(*as_one_width(q, k, v), call)
-    if v.shape[3] < q.shape[3]:
-        out = out[..., : v.shape[3]]
+    if v.size(3) < out.size(3):
+        out = out[..., : v.size(3)]
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     if spoiled is not None:

@@ -50,11 +50,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`; differentiable."""
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
-    if call.shards is not None and torch.is_grad_enabled() and _runs_eagerly(q):
+    if call.repeats is not None and not in_forward_mode() and _differentiated(q, k, v):
+        return _Repeated.apply(q, k, v, call)
+    eager = _runs_eagerly(q)
+    if eager and call.shards is not None and torch.is_grad_enabled():
         wanted = _differentiated(q, k, v)
         if over_mesh.gradients_wanted(call, q, k, wanted) and not wanted:
             q = q.detach().requires_grad_()  # so that this rank takes part in the backward of the others
-    if _runs_eagerly(q) and not (_differentiated(q, k, v) or observed(q, k, v)):
+    if eager and not (_differentiated(q, k, v) or observed(q, k, v)):
         out, lse, *_ = _run(call, q, k, v)  # nobody looks at the operator, which takes a tenth of a small call's time
         return out, lse
     operator = _Attention.apply if in_torch_func() else torch.ops.dilated_attention.forward
@@ -62,9 +65,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     return out, lse
 
 
+def repeat(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
+    """Return out and lse of a `remembered` call without gradients, if its backend can repeat it, otherwise None."""
+    return None if call.repeats is None or _differentiated(q, k, v) else execution.repeat(call, q, k, v)
+
+
 def _runs_eagerly(q: Tensor) -> bool:
     """Return whether the call is run now, rather than recorded in a graph."""
-    return not (torch.compiler.is_compiling() or in_torch_func() or q.device.type == "meta")
+    return not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)
 
 
 def _differentiated(*tensors: Tensor) -> bool:
@@ -173,7 +181,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
 
 @not_traced
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    if in_autocast(q.device):  # it has cast q, k and v; scores and sums are wider
+    if in_autocast(q):  # it has cast q, k and v; scores and sums are wider
         with torch.autocast(q.device.type, enabled=False):
             return _run(call, q, k, v)
     call, factor = call.with_function(q, k), call.factor
@@ -204,7 +212,7 @@ def _backward(
 def _run_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if in_autocast(q.device):
+    if in_autocast(q):
         with torch.autocast(q.device.type, enabled=False):
             return _run_backward(call, dout, dlse, q, k, v, results)
     call, factor = call.with_function(q, k), call.factor
@@ -254,13 +262,7 @@ class _Attention(torch.autograd.Function):
         saved, ragged, layouts = rest[: ctx.outputs - 2], rest[ctx.outputs - 2 :][:4], rest[ctx.outputs + 2 :]
         if dout is None:
             dout = torch.zeros_like(out)
-        apply = _AttentionBackward.apply if in_torch_func() else torch.ops.dilated_attention.backward
-
-        def backward(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
-            return apply(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, *ragged)
-
-        batched = not in_torch_func() and in_batched_gradients(dout, dlse)
-        gradients = of_each_gradient(backward, dout, dlse) if batched else backward(dout, dlse)
+        gradients = _apply_backward(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, *ragged)
         return (*gradients, *(None,) * (len(ctx.options) + 5))
 
     @staticmethod
@@ -272,6 +274,36 @@ class _Attention(torch.autograd.Function):
         folded = _fold(torch.ops.dilated_attention.forward, info, in_dims, arguments)
         operator = _Attention.apply if in_torch_func() else torch.ops.dilated_attention.forward
         return _unfold(info, operator(*folded))
+
+
+class _Repeated(torch.autograd.Function):
+    """Run a `remembered` call with its gradient. Nobody looks at its operators, which take the host longer."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
+        out, lse = execution.repeat(call, q, k, v) or _run(call, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        for layout in ctx.call.layouts:
+            layout.require_unchanged()
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or in_batched_gradients(dout, dlse):
+            return *_apply_backward(dout, dlse, q, k, v, out, lse, [], *_pack(ctx.call)), None
+        return *_run_backward(ctx.call, dout, dlse, q, k, v, [out, lse]), None
+
+
+def _apply_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    """Run `dilated_attention::backward` in whatever differentiates or maps over it."""
+    apply = _AttentionBackward.apply if in_torch_func() else torch.ops.dilated_attention.backward
+    if not in_torch_func() and in_batched_gradients(dout, dlse):
+        return of_each_gradient(lambda dout, dlse: apply(dout, dlse, *arguments), dout, dlse)
+    return apply(dout, dlse, *arguments)
 
 
 class _AttentionBackward(torch.autograd.Function):

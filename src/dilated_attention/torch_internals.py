@@ -159,7 +159,15 @@ def observed(*tensors: Tensor) -> bool:
 
     It may be a dispatch mode (fake tensors, selective checkpointing, counters of FLOPs) or a subclass of Tensor.
     """
-    return torch._C._len_torch_dispatch_stack() > 0 or any(type(x) is not Tensor for x in tensors)
+    return torch._C._len_torch_dispatch_stack() > 0 or not _PLAIN.issuperset(map(type, tensors))
+
+
+_PLAIN = frozenset((Tensor,))
+
+
+def on_default_stream(x: Tensor) -> bool:
+    """Return whether the current stream of x's CUDA device is its default one, without making a `Stream`."""
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) == 0
 
 
 def mapped_indices() -> AbstractContextManager[None]:

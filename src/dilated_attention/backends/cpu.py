@@ -15,7 +15,7 @@ from torch import Tensor
 from dilated_attention.backends import tiles
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.jobs import Launch, Launches, launch_of
-from dilated_attention.backends.problem import Problem
+from dilated_attention.backends.problem import MOST_PREPARED, Problem, Repeat
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.kernels.cpu import build
@@ -173,6 +173,37 @@ def forward(
     for launch in launches(problem, q, "queries"):
         run("forward", arguments, launch)
     return out, lse
+
+
+def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
+    """Return a function that repeats `forward` on tensors like these, with no mask and no dropout; None if it cannot.
+
+    It keeps the tables, so there is none if they are large: then a host's work takes no time worth saving.
+    """
+    found, instructions, covered = launches(problem, q, "queries"), _set_of(q.dtype), problem.plan.covered
+    if sum(x.table.lines.nbytes + x.jobs.nbytes for x in found) > MOST_PREPARED or any(
+        x.stride(-1) != 1 for x in (q, k, v)
+    ):
+        return None
+    arguments = _Arguments(problem, q, k, v)
+    shared, kind = arguments.call.threads > 1, arguments.type
+    calls = []
+    for launch in found:
+        arguments.launch(launch)
+        calls.append((bytes(arguments.call), launch))  # whose tables the call reads
+
+    def repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if _set_of(q.dtype) != instructions:
+            return forward(problem, q, k, v)
+        out, lse = running(q, covered)
+        for settled, _ in calls:
+            call = _Call.from_buffer_copy(settled)
+            call.q, call.k, call.v, call.out, call.lse = [x.data_ptr() for x in (q, k, v, out, lse)]
+            call.threads = torch.get_num_threads() if shared else 1
+            _run("forward", kind, instructions, call)
+        return out, lse
+
+    return repeat
 
 
 def backward(
@@ -340,29 +371,36 @@ class _Arguments:
                 x = x.data_ptr()
             setattr(self.call, name, x)
 
-
-def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
-    """Run a kernel over a launch's tiles, in one call of the library; MemoryError if its threads get no memory."""
-    table, call, layouts = launch.table, arguments.call, arguments.layouts
-    arguments.set(
-        lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,
-        few=launch.few,
-    )  # fmt: skip
-    if layouts is None or table.count is None:
-        arguments.set(indptr=None, indices=None)
-    else:
-        layout = layouts[table.count]
+    def launch(self, launch: Launch) -> None:
+        """Set the arguments that a launch determines: its tiles, jobs and lists of blocks."""
+        table, call = launch.table, self.call
+        self.set(
+            lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,
+            few=launch.few,
+        )  # fmt: skip
+        if self.layouts is None or table.count is None:
+            self.set(indptr=None, indices=None)
+            return
+        layout = self.layouts[table.count]
         lists = layout if launch.side == "queries" else layout.transposed
         lines = lists.indptr.shape[2]
-        arguments.set(
+        self.set(
             indptr=lists.indptr, indices=lists.indices,
             lsb=layout.num_heads * lines if layout.batch_size > 1 else 0, lsh=lines,
             LH=call.H * call.G // layout.num_heads,
             size=layout.k_block if launch.side == "queries" else layout.q_block,
         )  # fmt: skip
+
+
+def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
+    """Run a kernel over a launch's tiles, in one call of the library; MemoryError if its threads get no memory."""
+    arguments.launch(launch)
+    _run(kernel, arguments.type, _set_of(arguments.dtype), arguments.call)
+
+
+def _run(kernel: str, kind: int, instructions: int, call: _Call) -> None:
     assert _LIBRARY is not None, "refusal() comes first"
     if _LIBRARY.dilated_attention_run(
-        ctypes.c_int64(KERNELS[kernel]), ctypes.c_int64(arguments.type), ctypes.c_int64(_set_of(arguments.dtype)),
-        ctypes.byref(call),
-    ):  # fmt: skip
+        ctypes.c_int64(KERNELS[kernel]), ctypes.c_int64(kind), ctypes.c_int64(instructions), ctypes.byref(call)
+    ):
         raise MemoryError("the CPU kernels found no memory for their threads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtyping import Bool
@@ -13,6 +14,12 @@ from dilated_attention.plan import Plan
 
 Hidden = Bool[Tensor, "batch keys"] | Bool[Tensor, "batch keys kv_heads"]
 Layouts = dict[int, BlockLayout]
+Repeat = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A function that repeats a forward: it returns out and lse of q, k and v of one shape, dtype, device, strides and
+alignment."""
+
+MOST_PREPARED = 2**21
+"""The most bytes of tables that a `Repeat` may hold, since the cache does not count them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

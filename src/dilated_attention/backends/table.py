@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dilated_attention.backends import cpu, flash, native, reference, triton
 from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.problem import Repeat
 from dilated_attention.errors import BackendError, UnsupportedError
 
 
@@ -31,6 +32,8 @@ class Backend:
         refusal: returns why it cannot serve a call, and what would serve it; None if it can.
         on_request: returns why `auto` does not choose it for a call that it could serve; None if `auto` may.
         forward, backward: compute a `Problem`; the arguments are those of `native`.
+        prepare: returns a `Repeat` of a problem without mask and dropout, which takes the host the least time, for
+            tensors like the given ones; None if there is none.
         attend: replaces these two by a function that autograd differentiates. It has the arguments and results of
             `reference_attention`.
         over_mesh: forward and backward can continue a running state. A rank needs this to compute a call over a mesh
@@ -46,6 +49,7 @@ class Backend:
     on_request: Callable[[Facts], str | None]
     forward: Callable[..., tuple[Tensor, Tensor]] = _absent
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _absent
+    prepare: Callable[..., Repeat | None] = lambda *_: None
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None
     over_mesh: bool = False
     masks_over_mesh: bool = False
@@ -65,11 +69,12 @@ class Backend:
 _REGISTERED = (
     Backend(
         "triton", "one kernel for all branches or blocks, shown right on this GPU and faster for such calls",
-        triton.refusal, triton.on_request, triton.forward, triton.backward, over_mesh=True, packs_samples=True,
+        triton.refusal, triton.on_request, triton.forward, triton.backward, triton.prepare, over_mesh=True,
+        packs_samples=True,
     ),
     Backend(
         "cpu", "our own kernels in C++, measured as fast as PyTorch's operators or faster",
-        cpu.refusal, cpu.on_request, cpu.forward, cpu.backward, over_mesh=True, packs_samples=True,
+        cpu.refusal, cpu.on_request, cpu.forward, cpu.backward, cpu.prepare, over_mesh=True, packs_samples=True,
         details=lambda facts: cpu.instruction_set_of(facts.dtype),
     ),
     Backend(

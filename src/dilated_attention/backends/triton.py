@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import tiles
-from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.problem import Problem
+from dilated_attention.backends.problem import MOST_PREPARED, Layouts, Problem, Repeat
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.value import Transposed
 from dilated_attention.merge import running
 from dilated_attention.plan import Plan
-from dilated_attention.torch_internals import constant_when_traced
+from dilated_attention.torch_internals import constant_when_traced, on_default_stream
 
 Tensors = Mapping[str, Any]
 """The tensors of a call by their names in the kernel; None for a tensor that the call does not have."""
@@ -150,13 +149,35 @@ def forward(
     `state`: a running (out, lse), contiguous; groups that are not marked `first` continue it in place.
     """
     out, lse = state or running(q, problem.plan.covered)
-    tensors = {
-        "Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "OUT": out, "LSE": lse,
-        **_hidden(problem),
-    }  # fmt: skip
-    for launch in _launches("forward", problem, q).launches:
-        launch(problem, tensors, launch.table.chain)
+    tensors = {"Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "OUT": out, "LSE": lse}
+    with _on(q):
+        _launches("forward", problem, q)(problem, tensors)
     return out, lse
+
+
+def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
+    """Return a function that repeats `forward` on tensors like these, with no mask and no dropout; None if it cannot.
+
+    It keeps the device tables, so there is none if they are large: then a host's work takes no time worth saving.
+    """
+    launches, precision, covered = _launches("forward", problem, q), _precision(q.dtype), problem.plan.covered
+    if launches.nbytes > MOST_PREPARED or any(x.stride(-1) != 1 for x in (q, k, v)):
+        return None
+    bound: list[tuple[Bound, tuple[Tensor | None, ...]]] = []
+
+    def repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if (q.is_cuda and not on_default_stream(q)) or _precision(q.dtype) != precision:
+            return forward(problem, q, k, v)
+        out, lse = running(q, covered)
+        with _on(q):
+            if not bound:
+                found = launches.bind(problem, {"Q": q, "K": k, "V": v, "OUT": out, "LSE": lse})
+                bound.extend([(launch, tensors[5:]) for launch, tensors in found])
+            for launch, rest in bound:
+                launch((q, k, v, out, lse, *rest))
+        return out, lse
+
+    return repeat
 
 
 def backward(
@@ -165,23 +186,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk, dv of a problem from the merged out and lse; `state`: running float32 sums to add to in place."""
     plan = problem.plan
-    held = _launches("dkdv", problem, q)
-    keys, queries = held.launches, _launches("dq", problem, q).launches
+    keys, queries = _launches("dkdv", problem, q), _launches("dq", problem, q)
+    add_dkdv, add_dq = (state is not None or len(x.launches) > 1 for x in (keys, queries))
     dout = _dense_rows(dout)
-    tensors = {
-        "Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "DOUT": dout,
-        "STATS": _stats(out, lse, dout, dlse, held=held.stats), **_hidden(problem),
-    }  # fmt: skip
-    add = state is not None or len(keys) > 1, state is not None or len(queries) > 1
+    tensors = {"Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "DOUT": dout}
     dq, dk, dv = state or (
-        tiles.gradient(q, add[1], plan.covered),
-        tiles.gradient(k, add[0], plan.covered and plan.square),
-        tiles.gradient(v, add[0], plan.covered and plan.square),
+        tiles.gradient(q, add_dq, plan.covered),
+        tiles.gradient(k, add_dkdv, plan.covered and plan.square),
+        tiles.gradient(v, add_dkdv, plan.covered and plan.square),
     )
-    for launch in keys:
-        launch(problem, tensors | {"DK": dk, "DV": dv}, add[0])
-    for launch in queries:
-        launch(problem, tensors | {"DQ": dq}, add[1])
+    with _on(q):
+        tensors["STATS"] = _stats(out, lse, dout, dlse, held=keys.bound)
+        keys(problem, tensors | {"DK": dk, "DV": dv}, add_dkdv)
+        queries(problem, tensors | {"DQ": dq}, add_dq)
     return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
@@ -191,16 +208,9 @@ def backward(
 def run(kernel: Any, programs: int, **arguments: Any) -> Any:
     """Launch a kernel with `programs` programs and return the compiled kernel.
 
-    Apart from filling buffers, this backend does nothing on a device except through `run` and `again`.
+    Apart from filling buffers, this backend does nothing on a device except through `run` and what it returns.
     """
-    with _on(arguments["LSE" if "LSE" in arguments else "STATS"].device):
-        return kernel[(programs,)](**arguments)
-
-
-def again(compiled: Any, programs: int, arguments: list[Any], device: torch.device) -> None:
-    """Launch a compiled kernel that `run` returned, with all arguments in order, without looking it up again."""
-    with _on(device):
-        compiled[(programs, 1, 1)](*arguments)
+    return kernel[(programs,)](**arguments)
 
 
 @dataclass(slots=True)
@@ -209,42 +219,48 @@ class Bound:
     on).
 
     Attributes:
-        settled: the fixed arguments by name; compiled: the compiled kernel, set by the first launch.
-        arguments: all arguments in order, with gaps for the tensors at `places`; set by the first launch.
+        names: the names of the tensors in the kernel; settled: the fixed arguments by name.
+        compiled: the compiled kernel; arguments: all arguments in order, with gaps for the tensors at `places`. The
+            first launch sets these.
     """
 
     kernel: Any
     programs: int
+    names: tuple[str, ...]
     settled: dict[str, Any]
     compiled: Any = None
     arguments: list[Any] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
-    def __call__(self, tensors: Tensors) -> None:
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         if self.compiled is not None:
             arguments = self.arguments.copy()
-            for place, x in zip(self.places, tensors.values(), strict=True):
+            for place, x in zip(self.places, tensors, strict=True):
                 arguments[place] = x
-            again(self.compiled, self.programs, arguments, arguments[0].device)
+            self.compiled[(self.programs, 1, 1)](*arguments)
             return
-        compiled = run(self.kernel, self.programs, **tensors, **self.settled)
+        compiled = run(self.kernel, self.programs, **dict(zip(self.names, tensors, strict=True)), **self.settled)
         if compiled is not None:  # Triton's interpreter compiles nothing
             names = self.kernel.arg_names
             self.arguments = [self.settled.get(name) for name in names]
-            self.places = [names.index(name) for name in tensors]
+            self.places = [names.index(name) for name in self.names]
             self.compiled = compiled
 
 
 def _bound(
-    held: dict[tuple[Any, ...], Bound], tensors: Tensors, also: tuple[Any, ...], settle: Callable[[], Bound]
-) -> Bound:
-    """Return the launch for these tensors from `held`, or make it with `settle` and add it to `held`.
+    held: dict[tuple[Any, ...], tuple[Bound, ...]],
+    tensors: Sequence[Tensor | None],
+    also: tuple[Any, ...],
+    settle: Callable[[], tuple[Bound, ...]],
+) -> tuple[Bound, ...]:
+    """Return the launches for these tensors from `held`, or make them with `settle` and add them to `held`.
 
-    Launches are held by the strides, dtype and alignment of each tensor, and by `also`: everything else that the launch
-    depends on, such as shapes. The size of `held` is bounded, even if every call has tensors of another kind.
+    Launches are held by the strides and alignment of each tensor, and by `also`: everything else that they depend on,
+    such as shapes and dtypes. The size of `held` is bounded, even if every call has tensors of another kind.
     """
-    kinds = [None if x is None else (x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors.values()]
-    seen = (*also, *kinds)
+    addresses = [x.data_ptr() for x in tensors if x is not None]
+    aligned = not sum([x % 16 for x in addresses]) or tuple([x % 16 == 0 for x in addresses])
+    seen = (*also, aligned, *[None if x is None else x.stride() for x in tensors])
     bound = held.get(seen)
     if bound is None:
         if len(held) == MOST_BOUND:
@@ -255,52 +271,36 @@ def _bound(
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Hold one kernel launch: its tiles and their shape.
-
-    Attributes:
-        bound: the launches that `_bound` holds, one for each kind of tensors (dtypes, strides, alignment, shapes).
-    """
+    """Hold one kernel launch: its tiles and their shape."""
 
     kernel: Kernel
     table: tiles.Table
     shape: Shape
-    bound: dict[tuple[Any, ...], Bound] = field(default_factory=dict)
 
-    def __call__(self, problem: Problem, tensors: Tensors, chain: bool) -> None:
-        """Run the kernel over the table's tiles; results go into the output tensors.
+    def lists(self, layouts: Layouts | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return indptr and indices of the lists of blocks that the kernel reads; without a layout, None."""
+        if layouts is None or self.table.count is None:
+            return None, None
+        lists = _lists(layouts[self.table.count], self.kernel)
+        return lists.indptr, lists.indices
 
-        Args:
-            problem: gives the scale, dropout, softcap and the layouts, from which the lists of blocks are taken.
-            tensors: the kernel's other tensors by their names in the kernel, inputs and outputs.
-            chain: forward: some tile continues the out and lse that an earlier launch wrote. Backward: add to the
-                float32 gradients that the outputs hold, instead of writing them.
-        """
-        scale, layouts, dropout = problem.scale, problem.layouts, problem.dropout
-        # Beyond these bounds, the cap or a score divided by it would be 0 or infinite in single precision.
-        softcap = max(2.0**-100, min(problem.softcap, 2.0**100)) if problem.softcap else None
-        layout = None if layouts is None or self.table.count is None else layouts[self.table.count]
-        lists = None if layout is None else _lists(layout, self.kernel)
-        indptr, indices = (None, None) if lists is None else (lists.indptr, lists.indices)
-        tensors = {**tensors, "INDPTR": indptr, "INDICES": indices}
+    def bind(self, problem: Problem, tensors: Tensors, chain: bool | None) -> Bound:
+        """Return the launch for tensors like these, by their names in the kernel; `chain` as in `_Launches`."""
+        from dilated_attention.kernels import strided
+
+        function = {"forward": strided.forward, "dq": strided.backward_dq}.get(self.kernel, strided.backward_dkdv)
         q, k = tensors["Q"], tensors["K"]
-
-        def settle() -> Bound:
-            from dilated_attention.kernels import strided
-
-            function = {"forward": strided.forward, "dq": strided.backward_dq}.get(self.kernel, strided.backward_dkdv)
-            heads = q if side_of(self.kernel) == "queries" else k
-            programs = len(self.table.lines) * q.shape[0] * (heads.shape[2] // k.shape[2])
-            settled = _numbers(tensors, scale, dropout) | self._of_lists(layout, indptr, q) | {"softcap": softcap}
-            return Bound(function, programs, settled | self._constants(tensors["HIDDEN"] is not None, chain, settled))
-
-        probability = 0.0 if dropout is None else dropout.probability
-        also = scale, softcap, chain, probability, _precision(q.dtype), WIDE_FROM
-        shapes = q.shape, k.shape, None if indptr is None else indptr.shape
-        _bound(self.bound, tensors, (*also, *shapes), settle)(tensors)
+        heads = q if side_of(self.kernel) == "queries" else k
+        programs = len(self.table.lines) * q.shape[0] * (heads.shape[2] // k.shape[2])
+        settled = _numbers(tensors, problem) | self._of_lists(problem.layouts, tensors["INDPTR"], q)
+        chain = self.table.chain if chain is None else chain
+        settled |= self._constants(tensors["HIDDEN"] is not None, chain, settled)
+        return Bound(function, programs, tuple(tensors), settled)
 
     def _constants(self, has_bias: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
         """Return the kernel's compile-time arguments. They depend on the launch's table and tile shape, on whether keys
-        have a bias (`has_bias`), on `chain` (as in `__call__`), and on the strides in `numbers`."""
+        have a bias (`has_bias`), on whether results continue earlier ones (`chain`), and on the strides in
+        `numbers`."""
         shape, table = self.shape, self.table
         if side_of(self.kernel) == "queries":
             row = max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])  # in elements
@@ -313,33 +313,72 @@ class Launch:
             "CHAIN": chain, **shape.options(architecture(table.lines.device)),
         }  # fmt: skip
 
-    def _of_lists(self, layout: BlockLayout | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
+    def _of_lists(self, layouts: Layouts | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
         """Return the kernel's arguments about block lists: strides of indptr, query heads per list, tokens per block.
 
         `indptr`: the offsets of the lists that the kernel reads. Without a layout, the values have no effect.
         """
-        if layout is None or indptr is None:
+        if layouts is None or self.table.count is None or indptr is None:
             return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1}
-        batch, heads, lines = indptr.shape
+        layout, (batch, heads, lines) = layouts[self.table.count], indptr.shape
         size = layout.k_block if side_of(self.kernel) == "queries" else layout.q_block
         return {"lsb": heads * lines if batch > 1 else 0, "lsh": lines, "LH": q.shape[2] // heads, "SIZE": size}
 
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """Hold a plan's launches in the cache. Also keep the plan alive, because its id is part of the cache's key.
+    """Hold a plan's launches of a kernel in the cache. Also keep the plan alive, because its id is part of the cache's
+    key.
 
     Attributes:
-        stats: for a backward, the launches of `backward_stats` that `_bound` holds.
+        bound: the launches that `_bound` holds, one tuple for each kind of tensors (dtypes, strides, alignment,
+            shapes); for dk and dv also those of `backward_stats`.
     """
 
     plan: Plan
     launches: tuple[Launch, ...]
-    stats: dict[tuple[Any, ...], Bound] = field(default_factory=dict)
+    bound: dict[tuple[Any, ...], tuple[Bound, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         return sum(launch.table.lines.nbytes + 256 for launch in self.launches)
+
+    def __call__(self, problem: Problem, tensors: Tensors, chain: bool | None = None) -> None:
+        """Run the kernel over the tiles of each launch, in order; results go into the output tensors."""
+        for bound, x in self.bind(problem, tensors, chain):
+            bound(x)
+
+    def bind(
+        self, problem: Problem, tensors: Tensors, chain: bool | None = None
+    ) -> list[tuple[Bound, tuple[Tensor | None, ...]]]:
+        """Return each launch, in order, with its tensors, in the order of its names.
+
+        Args:
+            problem: gives the scale, softcap, mask, dropout and the layouts, from which the lists of blocks are taken.
+            tensors: the kernel's other tensors by their names in the kernel, inputs and outputs.
+            chain: backward: whether to add to the float32 gradients that the outputs hold, instead of writing them.
+                None, for a forward: whether some tile continues the out and lse that an earlier launch wrote.
+        """
+        hidden, dropout = problem.hidden, problem.dropout
+        whole = (
+            *tensors.values(),
+            None if hidden is None else hidden.contiguous().view(torch.uint8),
+            None if dropout is None else dropout.queries.contiguous(),
+            None if dropout is None else dropout.keys,
+        )
+        each = [(*whole, *launch.lists(problem.layouts)) for launch in self.launches]
+
+        def settle() -> tuple[Bound, ...]:
+            names = *tensors, "HIDDEN", "WQ", "WK", "INDPTR", "INDICES"
+            named = [dict(zip(names, x, strict=True)) for x in each]
+            return tuple(launch.bind(problem, x, chain) for launch, x in zip(self.launches, named, strict=True))
+
+        q, k, lists = tensors["Q"], tensors["K"], [x for of_launch in each for x in of_launch[-2:] if x is not None]
+        also = (
+            problem.scale, problem.softcap, dropout and dropout.probability, chain, q.dtype, _precision(q.dtype),
+            WIDE_FROM, q.shape, k.shape, *[x.shape for x in lists[::2]],
+        )  # fmt: skip
+        return [*zip(_bound(self.bound, (*whole, *lists), also, settle), each, strict=True)]
 
 
 def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
@@ -360,7 +399,8 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
 
     key = "triton", id(plan), blocks, kernel, shape, q.device
     held = plan_cache.get(key, make)
-    if q.device.type == "cuda" and (stream := torch.cuda.current_stream(q.device)).cuda_stream:
+    if q.is_cuda and not on_default_stream(q):
+        stream = torch.cuda.current_stream(q.device)
         # The tables were allocated on the default stream. Without this, the allocator could reuse their memory, once
         # nothing refers to them, before this stream has read it. This is allowed during a capture too.
         lists = [_lists(layout, kernel) for layout in (layouts or {}).values()]
@@ -379,7 +419,7 @@ def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
 
 
 def _stats(
-    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, held: dict[tuple[Any, ...], Bound]
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, held: dict[tuple[Any, ...], tuple[Bound, ...]]
 ) -> Tensor:
     """Return lse · log2(e) and rowsum(dout · out) - dlse as the kernels read them: float32 (B, N, H, 2).
 
@@ -388,9 +428,9 @@ def _stats(
     out, lse = out.contiguous(), lse.contiguous()
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
     dlse = None if dlse is None else dlse.contiguous()
-    tensors = {"OUT": out, "LSE": lse, "DOUT": dout, "DLSE": dlse, "STATS": stats}
+    tensors = out, lse, dout, dlse, stats
 
-    def settle() -> Bound:
+    def settle() -> tuple[Bound, ...]:
         from dilated_attention.kernels import online
 
         _, tokens, heads, head_dim = out.shape
@@ -400,24 +440,15 @@ def _stats(
             "size": lse.numel(), "N": tokens, "H": heads, "sb": strides[0], "sn": strides[1], "sh": strides[2],
             "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "BM": rows, **FUSED,
         }  # fmt: skip
-        return Bound(online.backward_stats, -(-lse.numel() // rows), settled)
+        names = "OUT", "LSE", "DOUT", "DLSE", "STATS"
+        return (Bound(online.backward_stats, -(-lse.numel() // rows), names, settled),)
 
     if lse.numel():
-        _bound(held, tensors, (out.shape,), settle)(tensors)
+        _bound(held, tensors, ("stats", out.dtype, out.shape), settle)[0](tensors)
     return stats
 
 
-def _hidden(problem: Problem) -> dict[str, Tensor | None]:
-    """Return the kernel's tensors for the key mask and for dropout, by name."""
-    hidden, dropout = problem.hidden, problem.dropout
-    return {
-        "HIDDEN": None if hidden is None else hidden.contiguous().view(torch.uint8),
-        "WQ": None if dropout is None else dropout.queries.contiguous(),
-        "WK": None if dropout is None else dropout.keys,
-    }
-
-
-def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> dict[str, Any]:
+def _numbers(tensors: Tensors, problem: Problem) -> dict[str, Any]:
     """Return the non-tensor arguments of a kernel that no table determines, by name: strides, sizes, scale, dropout.
 
     `tensors` holds Q, K, V and, for a backward, DOUT. The names are those in the legend of kernels/strided.py.
@@ -431,12 +462,14 @@ def _numbers(tensors: dict[str, Any], scale: float, dropout: Dropout | None) -> 
         f"{x}s{axis}": n for x, three in zip(named, strides, strict=True) for axis, n in zip("bnh", three, strict=True)
     }
     threshold, factor, (wsn, wsh) = 0, 1.0, (0, 0)
-    if dropout is not None:
+    if (dropout := problem.dropout) is not None:
         threshold, factor, (wsn, wsh) = dropout.threshold, dropout.factor, dropout.key_strides
+    # Beyond these bounds, the cap or a score divided by it would be 0 or infinite in single precision.
+    softcap = max(2.0**-100, min(problem.softcap, 2.0**100)) if problem.softcap else None
     return steps | {
-        "threshold": threshold, "keep_scale": factor, "wsn": wsn, "wsh": wsh, "scale": scale, "B": batch, "N": tokens,
-        "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads, "UNIT": unit, "D": head_dim, "DP": _padded(head_dim),
-        "PRECISION": _precision(q.dtype),
+        "threshold": threshold, "keep_scale": factor, "wsn": wsn, "wsh": wsh, "scale": problem.scale,
+        "softcap": softcap, "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads,
+        "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
     }  # fmt: skip
 
 
@@ -470,10 +503,10 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32" if allowed else "ieee"
 
 
-def _on(device: torch.device) -> Any:
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+def _on(q: Tensor) -> Any:
+    if not q.is_cuda or q.get_device() == torch.cuda.current_device():
         return _NOTHING
-    return torch.cuda.device(device)
+    return torch.cuda.device(q.device)
 
 
 _NOTHING = nullcontext()

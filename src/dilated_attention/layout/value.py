@@ -484,7 +484,7 @@ class BlockLayout:
         `num_kv_heads`: also accept one list per KV head, which all query heads that share the KV head use. None: only
         shared lists or one per query head.
         """
-        self._require_unchanged()
+        self.require_unchanged()
         if seq_len != self.seq_len:
             swapped = ". If q is (batch, heads, seq, head_dim), give q.transpose(1, 2)" * (num_heads == self.seq_len)
             raise ValueError(
@@ -496,7 +496,7 @@ class BlockLayout:
         if not torch.compiler.is_compiling():  # a graph keeps the batch symbolic, and the operator checks it
             self.check_batch(batch_size)
 
-    def _require_unchanged(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise if a table was written to, since everything derived from it describes its old content."""
         if not torch.compiler.is_compiling() and self._versions not in (None, self._table_versions()):
             raise ValueError("layout: a table was written to after the layout was made; make a new BlockLayout of it")
@@ -519,7 +519,7 @@ class BlockLayout:
 
     def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
         """Return a layout with the lists of these batch elements and heads alone, in the given order; None: all."""
-        self._require_unchanged()
+        self.require_unchanged()
         if batch is heads is None:
             return self
         indptr = self.indptr[_chosen("batch", batch, self.batch_size)]
@@ -547,7 +547,7 @@ class BlockLayout:
         Args:
             start: query blocks that end before this token get empty lists.
         """
-        self._require_unchanged()
+        self.require_unchanged()
         if seq_len > self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
         first = start // self.q_block
@@ -589,7 +589,7 @@ class BlockLayout:
     def causal(self) -> BlockLayout:
         """Return this layout made causal: blocks above the diagonal are removed, and in blocks that the diagonal cuts
         a query sees only keys up to itself."""
-        self._require_unchanged()
+        self.require_unchanged()
         if self.is_causal:
             return self
         keep = ~self.grid.above(self.row, self.indices)
@@ -731,7 +731,7 @@ class BlockLayout:
         `lead`: the result's (batch elements, heads); shared lists are repeated for them.
         """
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
-        self._require_unchanged()
+        self.require_unchanged()
         layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
         return layout.row.mul_(self.key_blocks).add_(layout.indices)
 

@@ -88,7 +88,7 @@ def require_like(weight: Tensor, **inputs: Any) -> None:
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}: pass torch.as_tensor({name})")
-        autocast = x.is_floating_point() and in_autocast(x.device)
+        autocast = x.is_floating_point() and in_autocast(x)
         if x.dtype != weight.dtype and not autocast:
             raise ValueError(
                 f"{name} must have the model's dtype, {weight.dtype}; got {x.dtype}: pass {name}.to({weight.dtype}), "
