@@ -77,6 +77,7 @@ def recording(ran: list[str], **changes) -> Any:
         name: replace(
             backend,
             forward=noted(name, changes.get("forward", backend.forward)),
+            prepare=lambda *_: None,
             attend=backend.attend and noted(name, changes.get("attend", backend.attend)),
             **changes.get(name, {}),
         )

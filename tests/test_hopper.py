@@ -1,10 +1,8 @@
-"""The candidate kernel for Hopper: what the compiler makes of it, and which launches it serves."""
+"""The kernel for Hopper: what the compiler makes of it, and which launches it serves."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,14 +15,12 @@ import triton
 if Version(triton.__version__) >= Version("3.9"):
     pytest.skip("Gluon of Triton 3.9 gave async_copy_global_to_shared another name", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "lab" / "experiments"))
-
-import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
 from compile_ahead import SHARED_LIMIT, _machine_code, loops
 from dilated_attention.backends import tiles
+from dilated_attention.kernels import hopper
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_dilated
@@ -44,7 +40,7 @@ def table_of(w, r, seq_len=2048, kv_heads=2, block_size=None, **options):
     if block_size:
         layouts = {n // s: BlockLayout.local(n // s, n // s, block_size) for n, s in zip(w, r, strict=True)}
     shape = hopper.SHAPE.cut(*tiles.longest(plan, "queries", layouts))
-    return hopper.described(tiles.tables(plan, "queries", shape, layouts, torch.device("cpu"))[0]), shape
+    return tiles.tables(plan, "queries", shape, layouts, torch.device("cpu"))[0], shape
 
 
 SERVED = {
@@ -135,6 +131,6 @@ def test_launches_that_it_serves():
         {"even": False}, {"edge": 1}, {"chain": True}, {"is_causal": True}, {"banded": True}, {"phantoms": True},
         {"strides": ((1,), (1, 2, 4, 8, 16, 32))}, {"strides": ((3,), (1,))},
     ):  # fmt: skip
-        assert not hopper.fits(SimpleNamespace(**{**vars(table), **change}), shape, q, k, v)
+        assert not hopper.fits(replace(table, **change), shape, q, k, v)
     assert not hopper.fits(table, shape._replace(loop=64), q, k, v)
     assert not hopper.fits(*table_of((2048,), (1,), block_size=64), q, k, v)

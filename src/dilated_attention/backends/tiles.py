@@ -58,6 +58,8 @@ class Table:
             first n query blocks if tiles hold keys.
         reach: an upper bound for the tokens between the first and the last row of a tile that the loop streams. It
             decides whether memory offsets inside the tile need 64 bits.
+        strides: the distinct strides of the tiles and those of the spans that they see.
+        phantoms: whether some tile counts phantoms.
         count: the number of rows per segment, which is the key of its layout in `Layouts`; None without layouts.
     """
 
@@ -69,6 +71,8 @@ class Table:
     even: bool
     edge: int
     reach: int
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+    phantoms: bool
     count: int | None = None
 
 
@@ -134,10 +138,13 @@ def _table(
     `edge` is as in `Table`, whose other fields follow from the lines and `shape`. `even`: every tile that the loop
     streams is full.
     """
-    banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & (lines[:, COUNTS] > 0)).any())
+    used = lines[:, COUNTS] > 0
+    banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & used).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
-    return Table(_to(device, lines), spans, not lines[:, FIRST].all(), masked, banded, even, edge, reach)
+    chain, phantoms = not lines[:, FIRST].all(), bool(lines[:, PHANTOMS].any())
+    of_tiles, of_spans = (tuple(np.unique(x).tolist()) for x in (lines[:, STRIDE], lines[:, STRIDES][used]))
+    return Table(_to(device, lines), spans, chain, masked, banded, even, edge, reach, (of_tiles, of_spans), phantoms)
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:

@@ -35,6 +35,7 @@ Tensors = Mapping[str, Any]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
+LEAST_BOXED = 1024  # programs of a launch from which kernels/hopper.py pays for the host's work on its descriptors
 MOST_BOUND = 64  # the most `Bound` launches kept per kernel and table
 WIDE_FROM = 2**31
 """The number of elements over which a streamed tile may extend before its offsets need 64 bits."""
@@ -247,6 +248,41 @@ class Bound:
             self.compiled = compiled
 
 
+@dataclass(slots=True)
+class Boxed(Bound):
+    """Hold a launch of kernels/hopper.py, which reads q, k and v through descriptors.
+
+    Attributes:
+        describe: makes the descriptors of q, k and v, by their names in the kernel.
+    """
+
+    describe: Any = None
+
+    @classmethod
+    def of(
+        cls, hopper: Any, table: tiles.Table, programs: int, settled: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
+    ) -> Boxed:
+        describe = hopper.boxes(table, q, k, v)
+        names = *describe(q, k, v), "OUT", "LSE", "INDPTR", "INDICES"
+        numbers = {name: x for name, x in settled.items() if name in hopper.forward.arg_names}
+        return cls(hopper.forward, programs, names, numbers | hopper.constants(table), describe=describe)
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        q, k, v, out, lse, _, _, _, *lists = tensors
+        Bound.__call__(self, (*self.describe(q, k, v).values(), out, lse, *lists))
+
+
+def _hopper(device: torch.device) -> Any:
+    """Return kernels/hopper.py, where the device and Triton can run it; otherwise None."""
+    if architecture(device) != "sm_90":
+        return None
+    try:
+        from dilated_attention.kernels import hopper
+    except ImportError:  # Triton has no Gluon, or an older one
+        return None
+    return hopper
+
+
 def _bound(
     held: dict[tuple[Any, ...], tuple[Bound, ...]],
     tensors: Sequence[Tensor | None],
@@ -293,6 +329,11 @@ class Launch:
         heads = q if side_of(self.kernel) == "queries" else k
         programs = len(self.table.lines) * q.shape[0] * (heads.shape[2] // k.shape[2])
         settled = _numbers(tensors, problem) | self._of_lists(problem.layouts, tensors["INDPTR"], q)
+        plain = self.kernel == "forward" and not problem.softcap and tensors["HIDDEN"] is tensors["WQ"] is None
+        if plain and programs >= LEAST_BOXED and (hopper := _hopper(q.device)) is not None:
+            v = tensors["V"]
+            if hopper.fits(self.table, self.shape, q, k, v):
+                return Boxed.of(hopper, self.table, programs, settled, q, k, v)
         chain = self.table.chain if chain is None else chain
         settled |= self._constants(tensors["HIDDEN"] is not None, chain, settled)
         return Bound(function, programs, tuple(tensors), settled)

@@ -58,6 +58,13 @@ def wide(check: Check, device: torch.device) -> Iterator[Row]:
         yield from correctness(replace(check, name=f"{check.name}, wide offsets"), "triton", device)
 
 
+def boxed(check: Check, device: torch.device) -> Iterator[Row]:
+    """Run `correctness` of triton with the kernel that reads through descriptors, which short calls do not use."""
+    with patch.object(triton, "LEAST_BOXED", 0), patch.object(triton.Boxed, "of", wraps=triton.Boxed.of) as made:
+        yield from correctness(replace(check, name=f"{check.name}, in boxes"), "triton", device)
+    assert made.called, "the kernel does not serve this check"
+
+
 # ---- what `attention` alone does not reach
 
 

@@ -88,7 +88,11 @@ def part_1(machine: Machine) -> list[Group]:
     plain, views = ([x for x in checks(777) if x.views == whether] for whether in (False, True))
     as_timed = {label: correctness.as_timed(case, label) for label, case in timed_cases().items()}
     right = [Job(label, partial(correctness.correctness, x, "triton", device)) for label, x in as_timed.items()]
-    wide = partial(correctness.wide, as_timed["nested branches, head_dim 128"], device)
+    nested = as_timed["nested branches, head_dim 128"]
+    grouped = replace(nested, name=f"{nested.name}, grouped queries", kv_heads=4, batch=2, of_lse=True)
+    lists = replace(as_timed["blocks of 128"], name="blocks of 128, grouped queries", kv_heads=4, batch=2, of_lse=True)
+    right += [Job(f"{x.name}, in boxes", partial(correctness.boxed, x, device)) for x in (nested, grouped, lists)]
+    wide = partial(correctness.wide, nested, device)
     return [
         Group("rates of this GPU", 15, [Job("rates", partial(ceilings, device))]),
         Group("right: what is timed", 60, [*right, Job("wide offsets", wide)], CORES),
