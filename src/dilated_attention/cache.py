@@ -88,18 +88,18 @@ class PlanCache:
         `make` runs outside the lock, without gradients, and outside inference mode: tensors made in inference mode
         could not be used in training later.
         """
-        value = self._get(key, make)
+        with self._lock:
+            value: Value | None = self._entries.get(key)
+            if value is not None:
+                self._hits += 1
+                self._entries.move_to_end(key)
+        if value is None:
+            value = self._make(key, make)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._captured[id(value)] = value
         return value
 
-    def _get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        with self._lock:
-            held: Value | None = self._entries.get(key)
-            if held is not None:
-                self._hits += 1
-                self._entries.move_to_end(key)
-                return held
+    def _make(self, key: Hashable, make: Callable[[], Value]) -> Value:
         with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
             value = make()
         with self._lock:

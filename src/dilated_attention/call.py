@@ -388,9 +388,11 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
     shown: Any = pattern.dilated if isinstance(pattern, Product) else pattern
     if kind is BlockLayout:
         shown = None  # the call without its lists is the same for every layout
-    elif not _COMPARED_BY_VALUE.issuperset(map(type, shown.terms) if type(shown) is Sum else (type(shown),)):
+    elif type(shown) not in _COMPARED_BY_VALUE and (
+        type(shown) is not Sum or not _COMPARED_BY_VALUE.issuperset(map(type, shown.terms))
+    ):
         return None
-    if q.dim() != 4 or q.shape[2] >= checks.MANY_HEADS:
+    if q.dim() != 4 or q.size(2) >= checks.MANY_HEADS:
         return None
     of_v = v.shape, v.dtype, v.device, v.layout
     return (

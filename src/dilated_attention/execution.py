@@ -83,7 +83,8 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     """Return out and lse of a call as its backend repeats it; None if it does not."""
     if call.repeats is None:
         return None
-    kind = q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+    a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    kind = q.stride(), k.stride(), v.stride(), (a | b | c) % 16 and (a % 16, b % 16, c % 16)
     if kind in call.repeats:
         run = call.repeats[kind]
     else:

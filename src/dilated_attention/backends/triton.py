@@ -35,7 +35,7 @@ Tensors = Mapping[str, Any]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
-LEAST_BOXED = 1024  # programs of a launch from which kernels/hopper.py pays for the host's work on its descriptors
+LEAST_BOXED = 512  # programs of a launch from which kernels/hopper.py pays for the host's work on its descriptors
 MOST_BOUND = 64  # the most `Bound` launches kept per kernel and table
 WIDE_FROM = 2**31
 """The number of elements over which a streamed tile may extend before its offsets need 64 bits."""
