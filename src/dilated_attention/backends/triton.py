@@ -65,14 +65,14 @@ RULES = (
     Rule("key_padding_mask", "multiplies in hundreds of chunks"),
     Rule("softcap", "multiplies in hundreds of chunks"),
     Rule("a window", "multiplies in chunks of 256 queries with a bias"),
-    Rule("", "makes a call a branch and merges", least={"sm_90": 176_160_768}),
+    Rule("", "makes a call a branch and merges", least={"sm_90": 44_040_192}),
 )  # fmt: skip
 """The rules for choosing this backend. The first rule whose `asks` is something that the call needs applies."""
 
 RIGHT = frozenset({"sm_90"})
 """The architectures on which every row of `bench gpu --part 1` in results/ was right.
 
-Part 3 of such a file gives the values of `least` above: on an H200 those of a call of 512 tokens.
+Part 3 of such a file gives the values of `least` above: on an H200 those of a call of 256 tokens.
 """
 
 
@@ -165,9 +165,10 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
     if launches.nbytes > MOST_PREPARED or any(x.stride(-1) != 1 for x in (q, k, v)):
         return None
     bound: list[tuple[Bound, tuple[Tensor | None, ...]]] = []
+    single = q.dtype == torch.float32
 
     def repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if (q.is_cuda and not on_default_stream(q)) or _precision(q.dtype) != precision:
+        if (q.is_cuda and not on_default_stream(q)) or (single and _precision(q.dtype) != precision):
             return forward(problem, q, k, v)
         out, lse = running(q, covered)
         with _on(q):
@@ -221,7 +222,7 @@ class Bound:
 
     Attributes:
         names: the names of the tensors in the kernel; settled: the fixed arguments by name.
-        compiled: the compiled kernel; arguments: all arguments in order, with gaps for the tensors at `places`. The
+        compiled: launches the compiled kernel; arguments: all arguments in order, with gaps for the tensors at `places`. The
             first launch sets these.
     """
 
@@ -238,14 +239,14 @@ class Bound:
             arguments = self.arguments.copy()
             for place, x in zip(self.places, tensors, strict=True):
                 arguments[place] = x
-            self.compiled[(self.programs, 1, 1)](*arguments)
+            self.compiled(*arguments)
             return
         compiled = run(self.kernel, self.programs, **dict(zip(self.names, tensors, strict=True)), **self.settled)
         if compiled is not None:  # Triton's interpreter compiles nothing
             names = self.kernel.arg_names
             self.arguments = [self.settled.get(name) for name in names]
             self.places = [names.index(name) for name in self.names]
-            self.compiled = compiled
+            self.compiled = compiled[(self.programs, 1, 1)]
 
 
 @dataclass(slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -142,6 +144,34 @@ def block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool)
     bar = 1 / SPEED_UPS[case.density] if case.seq_len == 32768 else 1.0
     work = {"triton": case.flops} | dict.fromkeys(rivals, full.flops)
     yield from against("the fastest dense kernel", case, ours, rivals, device, budget, {"triton": bar}, work)
+    yield from in_a_row("the fastest dense kernel", case, ours, rivals, device, {"triton": bar})
+
+
+def in_a_row(
+    title: str, case: Case, ours: Makers, rivals: Makers, device: torch.device, bars: Mapping[str, float]
+) -> Iterator[Row]:
+    """Compare like `against`, but by the device's time of calls in a row, as in a model: the host is ahead of the GPU.
+
+    Each of five rounds takes the median of `triton.testing.do_bench`, which empties the L2 cache before every call.
+    """
+    if device.type != "cuda":
+        return
+    from triton.testing import do_bench
+
+    contenders, _ = serving({**ours, **rivals})
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(5):
+        for name, contender in contenders.items():
+            quick = {"warmup": 10, "rep": 60, "return_mode": "median"}
+            seconds[name].append(do_bench(lambda contender=contender: list(contender()), **quick) / 1e3)
+    able = [name for name in rivals if seconds.get(name)]
+    for name in ours:
+        row = f"forward: {name}, time in a row of calls over {title}"
+        if able and seconds.get(name):
+            best = min(able, key=lambda rival: statistics.median(seconds[rival]))
+            times = {x: Spread.of(seconds[x]) for x in (name, best)}
+            ratio = Spread.of_ratios(seconds[name], seconds[best])
+            yield Row.of(row, case.parameters, ratio, f"x {best}", bar=bars.get(name), times=times)
 
 
 def small(device: torch.device, budget: float) -> Iterator[Row]:
@@ -168,13 +198,20 @@ def small(device: torch.device, budget: float) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def host(device: torch.device, case: Case, calls: int = 200) -> Iterator[Row]:
-    """Time what a forward takes the host: calls in a row, none of which waits for the GPU."""
+def host(device: torch.device, case: Case, calls: int = 50, runs: int = 20) -> Iterator[Row]:
+    """Time what a forward takes the host: calls in a row, until the last is on its way to the GPU."""
     call, inputs = case.prepare(), case.inputs(device)[0]
+    times = []
     with torch.no_grad():
-        spread = seconds_of(lambda: [call(*inputs) for _ in range(calls)], device).scaled(1e6 / calls)
+        for _ in range(runs + 1):
+            measure.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                call(*inputs)
+            times.append((time.perf_counter() - start) * 1e6 / calls)
     bar = 40.0 if case.backend == "triton" else None
-    yield Row.of(f"forward: time of a call in a row of {calls}", case.parameters, spread, "us", bar=bar)
+    yield Row.of(f"forward: time of the host for a call in a row of {calls}", case.parameters, Spread.of(times[1:]),
+                 "us", bar=bar)  # fmt: skip
 
 
 _WINDOWED, _WINDOWED_BACKWARD = (
