@@ -174,7 +174,7 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
         with _on(q):
             if not bound:
                 found = launches.bind(problem, {"Q": q, "K": k, "V": v, "OUT": out, "LSE": lse})
-                bound.extend([(launch, tensors[5:]) for launch, tensors in found])
+                bound[:] = [(launch, tensors[5:]) for launch, tensors in found]  # at once: another thread may, too
             for launch, rest in bound:
                 launch((q, k, v, out, lse, *rest))
         return out, lse
@@ -222,8 +222,8 @@ class Bound:
 
     Attributes:
         names: the names of the tensors in the kernel; settled: the fixed arguments by name.
-        compiled: launches the compiled kernel; arguments: all arguments in order, with gaps for the tensors at `places`. The
-            first launch sets these.
+        compiled: launches the compiled kernel; arguments: all of them in order, with gaps for the tensors at `places`.
+            The first launch sets these.
     """
 
     kernel: Any
