@@ -414,7 +414,7 @@ class TestState:
 
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 class TestRepeats:
-    """What a backend prepared for a call serves later tensors of the same kind, and no others."""
+    """Later tensors of the same kind are served by what a backend prepared for a call, and others are not."""
 
     @every_pattern
     def test_views_and_other_alignments(self, pattern):
