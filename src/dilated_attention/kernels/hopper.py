@@ -150,7 +150,7 @@ def soften(s, m, z, scale, dtype: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def write(T, OUT, LSE, b, n, heads, N, W: gl.constexpr, out, lse):
-    """Write the rows of warpgroup W, with out in the layout of the numerator and lse in the layout of rows of scores."""
+    """Write the rows of warpgroup W: out in the layout of the numerator, lse in the layout of rows of scores."""
     NUMERATOR: gl.constexpr = out.type.layout
     D: gl.constexpr = out.shape[1]
     token = gl.load(T + 1) + gl.load(T + 2) * (W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, NUMERATOR)))
