@@ -143,8 +143,14 @@ def _table(
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
     chain, phantoms = not lines[:, FIRST].all(), bool(lines[:, PHANTOMS].any())
-    of_tiles, of_spans = (tuple(np.unique(x).tolist()) for x in (lines[:, STRIDE], lines[:, STRIDES][used]))
+    of_tiles, of_spans = _distinct(lines[:, STRIDE]), _distinct(lines[:, STRIDES][used])
     return Table(_to(device, lines), spans, chain, masked, banded, even, edge, reach, (of_tiles, of_spans), phantoms)
+
+
+def _distinct(x: np.ndarray) -> tuple[int, ...]:
+    """Return the distinct entries of x, non-negative integers, in ascending order."""
+    small = x.max(initial=0) < 2**16  # then counting is faster than sorting
+    return tuple((np.flatnonzero(np.bincount(x)) if small else np.unique(x)).tolist())
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:
