@@ -222,8 +222,8 @@ class Bound:
 
     Attributes:
         names: the names of the tensors in the kernel; settled: the fixed arguments by name.
-        compiled: launches the compiled kernel; arguments: all of them in order, with gaps for the tensors at `places`.
-            The first launch sets these.
+        compiled: the compiled kernel; arguments: all arguments in order, with gaps for the tensors at `places`. The
+            first launch sets these.
     """
 
     kernel: Any
@@ -239,14 +239,14 @@ class Bound:
             arguments = self.arguments.copy()
             for place, x in zip(self.places, tensors, strict=True):
                 arguments[place] = x
-            self.compiled(*arguments)
+            self.compiled[(self.programs, 1, 1)](*arguments)
             return
         compiled = run(self.kernel, self.programs, **dict(zip(self.names, tensors, strict=True)), **self.settled)
         if compiled is not None:  # Triton's interpreter compiles nothing
             names = self.kernel.arg_names
             self.arguments = [self.settled.get(name) for name in names]
             self.places = [names.index(name) for name in self.names]
-            self.compiled = compiled[(self.programs, 1, 1)]
+            self.compiled = compiled
 
 
 @dataclass(slots=True)
