@@ -211,9 +211,10 @@ def fresh_python(filters: str) -> Callable[..., str]:
 # is a new interpreter's: what the file does not import is missing.
 _FORKS = """
 def of_next_line():
-    import json, os, sys, torch._dynamo, torch._functorch.aot_autograd, torch.export, dilated_attention
+    import gc, json, os, sys, torch._dynamo, torch._functorch.aot_autograd, torch.export, dilated_attention
     if torch.__version__ < (2, 9):  # it traces no list of unknown length unasked
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    gc.freeze()  # or the collector of a fork looks at all of this again, and copies it
     for source, printed, folder, environment in map(json.loads, sys.stdin):
         if child := os.fork():
             print(os.waitpid(child, 0)[1], flush=True)

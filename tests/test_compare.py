@@ -207,6 +207,7 @@ def test_the_loopback_interface_is_named_where_it_has_that_name(platform, named,
     assert {name: value for name, value in options.items() if "GLOO" in name} == named
 
 
+@pytest.mark.thorough
 def test_every_variant_compiles(compiling_python):
     compiling_python("""
         from dataclasses import replace

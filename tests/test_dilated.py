@@ -141,7 +141,9 @@ class TestPadding(DilatedConformance):
     is_causal = True
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_segments_of_more_than_one_block_of_the_fused_kernel(is_causal, dtype):
     """PyTorch's CPU kernel walks over blocks of 512 keys; the random calls stay below one."""

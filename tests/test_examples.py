@@ -81,7 +81,7 @@ def torchrun(ranks: int, *program: str | Path) -> str:
 
 
 def test_long_bert():
-    found = load("long_bert").main(steps=60)
+    found = load("long_bert").main(steps=30)
     assert found["fine-tuned at 512 bytes, dilated"] > found["untrained"] + 0.05
 
 

@@ -95,7 +95,7 @@ def test_on_the_cpu(call):
     assert said == done
 
 
-@random_calls(50)
+@random_calls(25)
 @given(
     call=calls(),
     head_dims=st.sampled_from([(), (8, 16), (8, 16, 12, 264)]),

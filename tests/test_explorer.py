@@ -130,7 +130,7 @@ COMPUTE = """states => states.map(state => {
 
 def test_random_patterns_show_what_the_library_shows(page):
     generator = random.Random(0)
-    states = [draw(generator) for _ in range(400)]
+    states = [draw(generator) for _ in range(200)]
     right = wrong = 0
     for state, found in zip(states, page.evaluate(COMPUTE, states), strict=True):
         try:
@@ -154,8 +154,8 @@ def test_random_patterns_show_what_the_library_shows(page):
             (cell[:, None].expand(seq_len, seq_len), cell.expand(seq_len, seq_len)), counts[0].long(), accumulate=True
         )
         assert found["image"] == image.flatten().tolist(), state
-    assert right >= 250
-    assert wrong >= 20
+    assert right >= 125
+    assert wrong >= 10
 
 
 def test_long_patterns_have_the_coverage_and_the_cost_of_the_library(page):

@@ -111,7 +111,8 @@ def dilated(seq_len, kv_heads, w, r, **options):
 
 
 thorough = pytest.mark.thorough
-WITH_THOROUGH_TESTS = "TestDropout", "TestNotFinite", "TestWindows", "TestSoftcap"
+FIRST = "TestDilated", "TestTypes", "TestGroups", "TestBlocks"
+SECOND = "TestDropout", "TestNotFinite", "TestWindows", "TestSoftcap"
 
 # ---- in child processes
 
@@ -120,9 +121,10 @@ WITH_THOROUGH_TESTS = "TestDropout", "TestNotFinite", "TestWindows", "TestSoftca
 @pytest.mark.parametrize(
     ("marks", "names"),
     [
-        ("not thorough", ("TestDilated", "TestTypes", "TestGroups", "TestBlocks")),
-        ("not thorough", WITH_THOROUGH_TESTS),
-        pytest.param("thorough", WITH_THOROUGH_TESTS, marks=thorough),
+        ("not thorough", FIRST),
+        ("not thorough", SECOND),
+        pytest.param("thorough", FIRST, marks=thorough),
+        pytest.param("thorough", SECOND, marks=thorough),
     ],
     ids=str,
 )
@@ -151,6 +153,19 @@ class Case(NamedTuple):
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 HEAD_DIMS = (16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+
+
+def each_once(name, values):
+    """Every value, in turns with and without causality; the other of both is thorough."""
+    return pytest.mark.parametrize(
+        (name, "is_causal"),
+        [
+            pytest.param(value, is_causal, marks=() if is_causal == i % 2 else thorough)
+            for i, value in enumerate(values)
+            for is_causal in (False, True)
+        ],
+        ids=str,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -204,8 +219,7 @@ class TestTypes:
 
 @interpreted
 class TestDilated:
-    @both
-    @pytest.mark.parametrize(
+    @each_once(
         "case",
         [
             Case(128, 2, 2, 64, (64, 128), (1, 2)),
@@ -218,7 +232,6 @@ class TestDilated:
             Case(1, 2, 1, 16, (50, 100), (1, 2)),
             Case(2, 4, 1, 16, (1, 2), (1, 2)),
         ],
-        ids=str,
     )
     def test_patterns(self, case, is_causal):
         check_case(case, is_causal)
@@ -361,6 +374,7 @@ class TestDilated:
         ):
             assert torch.equal(x[:, ::apart], y)
 
+    @thorough
     @random_calls(3)
     @given(
         call=st.one_of(test_properties.calls(), test_properties.calls(ragged=True), test_properties.calls(compat=True)),
@@ -449,12 +463,12 @@ def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4
 
 @interpreted
 class TestBlocks:
-    @both
-    @pytest.mark.parametrize(
-        ("seq_len", "q_block", "k_block", "samples", "heads"),
+    @each_once(
+        "sizes",
         [(128, 32, 32, 1, 1), (100, 64, 32, 1, 2), (90, 16, 48, 1, 2), (90, 48, 20, 2, 1), (130, 128, 128, 1, 2)],
     )
-    def test_layouts(self, seq_len, q_block, k_block, samples, heads, is_causal):
+    def test_layouts(self, sizes, is_causal):
+        seq_len, q_block, k_block, samples, heads = sizes
         lists = layout(seq_len, q_block, k_block, is_causal, samples, heads)
         plan, _ = dilated(seq_len, 2, (seq_len,), (1,))
         counts = lists.dense_mask().int().expand(samples, 2, -1, -1)
@@ -467,8 +481,7 @@ class TestBlocks:
         plan, _ = dilated(64, 1, (64,), (1,))
         check(tensors(1, 64, 2, 1, 16), [plan], lists.dense_mask()[0].int(), is_causal=is_causal, layouts={64: lists})
 
-    @both
-    @pytest.mark.parametrize("seq_len", [96, 110], ids=["even", "tail"])
+    @each_once("seq_len", [96, 110])
     def test_inside_strided_rows(self, seq_len, is_causal):
         w, r = (48, 96), (1, 2)
         plan, table = dilated(seq_len, 2, w, r)
@@ -503,14 +516,13 @@ class TestDropout:
     @pytest.mark.parametrize(
         "name",
         [
-            "causal",
             "hidden keys",
             "blocks inside dilation",
-            *(pytest.param(x, marks=thorough) for x in ("packed", "phantoms")),
+            *(pytest.param(x, marks=thorough) for x in ("causal", "packed", "phantoms")),
         ],
     )
     def test_the_choice_is_every_backend_s(self, name):
-        inputs = test_dropout.tensors(torch.float32)
+        inputs = [x[:, :, : x.shape[2] // 2] for x in test_dropout.tensors(torch.float32)]
         call = test_dropout.CALLS[name]
         expected = test_dropout.results(call, [x.double() for x in inputs], backend="reference")
         for actual, wanted in zip(test_dropout.results(call, inputs, backend="triton"), expected, strict=True):
@@ -554,13 +566,24 @@ class TestWindows:
         )  # fmt: skip
         assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
+    def test_positions_of_a_sum_with_hidden_keys(self):
+        pattern = Window(2) + (Dilated((7, 30), (1, 2)) + Window(7, 2, rate=3, leading=1))
+        options = {"is_causal": True, "scale": -0.4, "k_start": 3, "q_start": 20}
+        test_windows.check(((2, 9, 30, 2, 1, 8), pattern, options, True), "triton")
+
+    @thorough
     @random_calls(2)
     @given(call=test_windows.calls())
     def test_random_calls(self, call):
         test_windows.check(call, "triton")
 
-    @pytest.mark.parametrize("low", [-40, 5, None])
-    @pytest.mark.parametrize("high", [20, 60, None])
+    @pytest.mark.parametrize(
+        ("low", "high"),
+        [
+            *[(-40, 20), (5, 60), (5, None), (None, 20), (None, None)],
+            *(pytest.param(*x, marks=thorough) for x in [(-40, 60), (-40, None), (5, 20), (None, 60)]),
+        ],
+    )
     def test_no_tile_is_visited_that_a_window_hides(self, low, high, monkeypatch):
         """And no tile that it shows whole has a mask."""
         from dilated_attention.kernels import strided
@@ -596,9 +619,10 @@ class TestSoftcap:
         ("softcap", "is_causal", "dtype"),
         [
             (0.5, False, torch.float32),
-            (0.5, True, torch.bfloat16),
-            (1e6, True, torch.float32),
-            (1e6, False, torch.bfloat16),
+            pytest.param(0.5, True, torch.bfloat16, marks=thorough),
+            pytest.param(1e6, True, torch.float32, marks=thorough),
+            (1e6, True, torch.bfloat16),
+            pytest.param(1e6, False, torch.bfloat16, marks=thorough),
         ],
         ids=str,
     )
@@ -615,7 +639,7 @@ class TestSoftcap:
 
     @pytest.mark.parametrize("scale", [-0.7, pytest.param(1e30, marks=thorough)])
     def test_windows_masks_and_dropout(self, scale):
-        q, k, v = tensors(1, 100, 4, 2, 16)
+        q, k, v = tensors(1, 60, 2, 1, 16)
         errors = test_windows.errors_of_capped_windows("triton", q, k, v, scale)
         assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 

@@ -98,7 +98,9 @@ def test_offloaded_caches(family, cache):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "dynamic without windows", "static"])
-@pytest.mark.parametrize("sizes", [[20, 1, 1, 5, 16], [3, 9, 1, 30], [1] * TOKENS], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[20, 1, 1, 5, 16], [3, 9, 1, 30], pytest.param([1] * TOKENS, marks=pytest.mark.thorough)], ids=str
+)
 @pytest.mark.parametrize("family", KINDS)
 def test_cached_steps(family, sizes, kind):
     """Logits of one token after another and of several at once; a cache that forgets, that does not, that is static."""

@@ -200,7 +200,7 @@ def run_pairs(is_causal: bool, transports):
     return answers
 
 
-@pytest.mark.parametrize(("size", "is_causal"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("size", "is_causal"), [(2, True), pytest.param(3, False, marks=pytest.mark.thorough)])
 def test_masks_and_dropout_leave_the_pairs_that_one_device_leaves(size: int, is_causal: bool) -> None:
     transports = {name: served(replace(CASES[name], shares=None), size, is_causal) for name in PAIRS}
     answers = processes.run(size, run_pairs, is_causal, transports)
@@ -238,9 +238,10 @@ def served(case: Case, size: int, is_causal: bool) -> list[str]:
 
 @pytest.mark.parametrize(("size", "is_causal"), WORLDS)
 def test_equals_the_oracle_and_moves_the_bytes_of_the_formula(size: int, is_causal: bool) -> None:
-    answers = processes.run(size, run_cases, tuple(CASES), is_causal, DTYPES)
+    dtypes = DTYPES if (size, is_causal) != (3, True) else DTYPES[:1]
+    answers = processes.run(size, run_cases, tuple(CASES), is_causal, dtypes)
     for name, case in CASES.items():
-        for dtype in DTYPES:
+        for dtype in dtypes:
             right = expected(case, is_causal, dtype)
             for transport in served(case, size, is_causal):
                 ranks = [rank[name, transport, dtype] for rank in answers]
@@ -358,7 +359,13 @@ def block_expected(name: str, is_causal: bool):
     return [x.detach() for x in (out, lse.transpose(1, 2), *gradients)]
 
 
-@pytest.mark.parametrize(("size", "is_causal"), WORLDS)
+@pytest.mark.parametrize(
+    ("size", "is_causal"),
+    [
+        (2, True),
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in [(2, False), (3, True), (3, False), (8, True)]),
+    ],
+)
 def test_block_layouts_equal_the_oracle_and_move_the_rows_that_they_list(size: int, is_causal: bool) -> None:
     ranks = processes.run(size, run_block_cases, is_causal)
     for name, transport in ranks[0]:
@@ -440,7 +447,7 @@ def compose():
     return answers
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_composes(size: int) -> None:
     for answers in processes.run(size, compose):
         assert all(answers.values()), answers

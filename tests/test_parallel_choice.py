@@ -78,7 +78,9 @@ def run_choices(is_causal):
     return answers
 
 
-@pytest.mark.parametrize(("size", "is_causal"), [(3, False), (5, True)])
+@pytest.mark.parametrize(
+    ("size", "is_causal"), [(3, False), (2, True), pytest.param(5, True, marks=pytest.mark.thorough)]
+)
 def test_choices_over_a_mesh_are_those_of_one_device(size, is_causal):
     ranks = processes.run(size, run_choices, is_causal)
     for name, kind in ranks[0]:
@@ -268,7 +270,7 @@ def flat(gradients, module):
     return torch.cat([(torch.zeros_like(x) if gradient is None else gradient).flatten() for gradient, x in pairs])
 
 
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", [2, pytest.param(5, marks=pytest.mark.thorough)])
 def test_random_choices_over_a_mesh(size):
     check_drawn(size, range(1000 * size, 1000 * size + 10))
 

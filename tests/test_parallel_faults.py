@@ -167,7 +167,9 @@ def differ(transport: str, difference: str):
     return report("differing", transport, **(DIFFERENCES[difference] if dist.get_rank() == CULPRIT else {}))
 
 
-@pytest.mark.parametrize("difference", DIFFERENCES)
+@pytest.mark.parametrize(
+    "difference", [pytest.param(x, marks=pytest.mark.thorough if x == "dtype" else ()) for x in DIFFERENCES]
+)
 def test_calls_that_differ_after_both_were_agreed_on(difference: str) -> None:
     """Messages shorter than expected fail their seal; where one is longer, gloo itself ends the receiving process."""
     worlds = {t: processes.World(SIZE, differ, t, difference, timeout=TIMEOUT) for t in TRANSPORTS}

@@ -228,7 +228,7 @@ def generation():
     assert drawn.equal(model.generate(tokens, 20, generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.thorough)])
 def test_generation_over_a_mesh(size: int) -> None:
     processes.run(size, generation)
 
@@ -302,8 +302,8 @@ def test_tensor_parallel_heads_keep_their_offsets() -> None:
     assert max(processes.run(4, tensor_and_context)) <= TOLERANCE[torch.float64]
 
 
-def compiled():
-    """The public calls in one graph, block layouts, ragged batches and half precision included."""
+def compiled(names):
+    """Public calls in one graph."""
     if torch.__version__ < (2, 9):  # it takes rows of a number that is data for a dynamic shape
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -317,8 +317,8 @@ def compiled():
         "bfloat16": lambda *x: dilated_attention(*(y.bfloat16() for y in x), SEGMENTS, RATES, mesh=mesh, seq_len=91),
     }
     answers = {}
-    for name, call in calls.items():
-        results = []
+    for name in names:
+        call, results = calls[name], []
         for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
             out = function(*leaves)
             results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
@@ -326,8 +326,12 @@ def compiled():
     return answers
 
 
-def test_public_calls_compile_in_one_graph() -> None:
-    for answers in processes.run(2, compiled):
+@pytest.mark.parametrize(
+    "names", [("blocks", "product"), pytest.param(("dilated", "bfloat16"), marks=pytest.mark.thorough)], ids=str
+)
+def test_public_calls_compile_in_one_graph(names) -> None:
+    """`test_composes` of test_parallel.py compiles dilated attention by every transport."""
+    for answers in processes.run(2, compiled, names):
         assert all(answers.values()), answers
 
 

@@ -210,25 +210,25 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
 
 
-@random_calls(200)
+@random_calls(100)
 @given(call=calls())
 def test_float64(call):
     check(call, torch.float64)
 
 
-@random_calls(200)
+@random_calls(100)
 @given(call=calls())
 def test_float32(call):
     check(call, torch.float32)
 
 
-@random_calls(220)
+@random_calls(110)
 @given(call=calls(ragged=True), dtype=FULL_PRECISION)
 def test_ragged(call, dtype):
     check(call, dtype)
 
 
-@random_calls(100)
+@random_calls(60)
 @given(call=calls(compat=True), dtype=FULL_PRECISION)
 def test_torchscale(call, dtype):
     check(call, dtype)
@@ -240,7 +240,7 @@ def test_torchscale_ragged(call, dtype):
     check(call, dtype)
 
 
-@random_calls(120)
+@random_calls(80)
 @given(call=st.one_of(calls(), calls(ragged=True), calls(compat=True)), dtype=HALF_PRECISION)
 def test_half_precision(call, dtype):
     check(call, dtype)

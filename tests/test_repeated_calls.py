@@ -385,9 +385,13 @@ class TestState:
                 attention(*inputs, SimpleNamespace())
         assert len(checked) == 6
 
-    def test_compiled(self, compiling_python):
+    @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.thorough)])
+    def test_compiled(self, dynamic, compiling_python):
         """Eager calls before and after a compiled one do not change what its graph computes, at any length."""
         compiling_python(
+            f"""
+            dynamic = {dynamic}
+            """
             """
             import torch
             from dilated_attention import BlockLayout, Dilated, Window, attention, dilated_attention
@@ -399,15 +403,14 @@ class TestState:
                 lambda *x: attention(*x, layouts[x[0].shape[1]]),
             ]
             for call in calls:
-                for dynamic in (False, True):
-                    torch.compiler.reset()
-                    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-                    for n in (32, 40):
-                        inputs = [torch.randn(1, n, 2, 8, requires_grad=True) for _ in range(3)]
-                        expected = call(*inputs)
-                        out = compiled(*inputs)
-                        assert torch.equal(out, expected) and torch.equal(call(*inputs), expected)
-                        out.sum().backward()
+                torch.compiler.reset()
+                compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+                for n in (32, 40):
+                    inputs = [torch.randn(1, n, 2, 8, requires_grad=True) for _ in range(3)]
+                    expected = call(*inputs)
+                    out = compiled(*inputs)
+                    assert torch.equal(out, expected) and torch.equal(call(*inputs), expected)
+                    out.sum().backward()
             """
         )
 

@@ -439,9 +439,16 @@ def test_samples_that_do_not_fit():
         routing.topk_blocks(q, k, 0.5, block_size=8, key_padding_mask=mask)
 
 
-def test_chooses_in_one_graph(compiling_python):
-    """A graph holds one operator with the lists of a call outside, for whole and ragged batches of any length."""
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_chooses_in_one_graph(which, compiling_python):
+    """A graph holds one operator with the lists of a call outside, for whole and ragged batches of any length.
+
+    Two selectors are exported; each of the two others is compiled with two of the kinds of batches, then with the rest.
+    """
     compiling_python(
+        f"""
+        which = {which}
+        """
         """
         import torch
         from functools import partial
@@ -466,8 +473,8 @@ def test_chooses_in_one_graph(compiling_python):
 
         length = torch.export.Dim("length", min=64, max=4096)
         for choose, strict in (
-            (partial(page_bounds, density=0.3, block_size=32, scale=-0.5), False),
-            (partial(hierarchical_blocks, density=0.3, block_size=16, is_causal=True), True),
+            (partial(page_bounds, density=0.3, block_size=32, scale=-0.5), which == 1),
+            (partial(hierarchical_blocks, density=0.3, block_size=16, is_causal=True), which == 0),
         ):
             layer = Attention(choose)
             sizes = ({1: length}, {1: length})
@@ -475,19 +482,20 @@ def test_chooses_in_one_graph(compiling_python):
             for x in (inputs(300), inputs(200)):
                 assert torch.equal(program(*x), layer(*x))
 
-        for choose in (
-            partial(topk_blocks, density=0.4, per_kv_head=True, block_size=(16, 32)),
-            partial(topp_blocks, mass=0.9, block_size=32, is_causal=True),
+        for first, choose in (
+            (which, partial(topk_blocks, density=0.4, per_kv_head=True, block_size=(16, 32))),
+            (1 - which, partial(topp_blocks, mass=0.9, block_size=32, is_causal=True)),
         ):
             torch._dynamo.reset()
             compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
             for n in (300, 200):
-                for batch, ragged in (
+                kinds = (
                     (2, {}),
                     (2, {"lengths": torch.tensor([n, 7])}),
                     (1, {"cu_seqlens": torch.tensor([0, 50, n])}),
                     (1, {"key_padding_mask": torch.arange(n)[None] >= n - 40}),
-                ):
+                )
+                for batch, ragged in kinds[first::2]:
                     x = (*(y[:batch] for y in inputs(n)), choose)
                     assert torch.equal(compiled(*x, **ragged), attend(*x, **ragged))
         """

@@ -134,9 +134,9 @@ def run_compiled(seed, compiled):
             layout.indices.copy_(tables(orders[1])[1])  # the next layout may get this memory
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(x, marks=pytest.mark.thorough) for x in (20, 40))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(x, marks=pytest.mark.thorough) for x in range(10, 60, 10))])
 def test_random_sequences(first):
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         run(seed)
 
 

@@ -98,9 +98,10 @@ def test_all_ranks_start_again_with_the_store_of_those_that_were_lost(text: Path
     """torchrun --max-restarts does this: everything that the first ranks wrote, a verdict among it, is still there."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     before = {1: functools.partial(signal_in_step, signal.SIGKILL, 4)}
-    lost = processes.Commands(text.parent, [words(text)] * 3, before, store.port).ends(60, range(3))
+    few = words(text, steps=6)
+    lost = processes.Commands(text.parent, [few] * 3, before, store.port).ends(60, range(3))
     assert [code for code, _ in lost] == [1, -signal.SIGKILL, 1], lost
-    again = processes.Commands(text.parent, [[*words(text), "--resume"]] * 3, store=store.port).ends(60, range(3))
+    again = processes.Commands(text.parent, [[*few, "--resume"]] * 3, store=store.port).ends(60, range(3))
     assert [code for code, _ in again] == [0, 0, 0], again
 
 

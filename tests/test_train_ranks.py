@@ -81,7 +81,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[fl
     return out, whole
 
 
-@pytest.mark.parametrize(("size", "context"), [(2, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("size", "context"), [pytest.param(2, 1, marks=pytest.mark.thorough), (3, 3), (4, 2)])
 def test_several_processes_have_the_losses_of_one(
     text: Path, tmp_path: Path, alone: list[float], size: int, context: int
 ) -> None:
@@ -118,14 +118,20 @@ def test_one_process_s_checkpoint_continues_on_several(text: Path, tmp_path: Pat
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
-def test_command_under_torchrun(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_command_under_torchrun(torchrun: bool, text: Path, tmp_path: Path) -> None:
+    """The ranks as torchrun starts them, and under torchrun, which imports PyTorch three times."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "dilated_attention", "train"]
     small = {"context": 65, "steps": 2, "layers": 1, "dim": 16, "heads": 2, "sample": 4, "held-out": 1}
     small |= {"out": tmp_path / "run", "context-parallel": 2}
     options = [str(text), *(word for name, value in small.items() for word in (f"--{name}", str(value)))]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("bits per byte (8") == 1  # one rank reports
+    if torchrun:
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("bits per byte (8") == 1  # one rank reports
+    else:
+        ended = processes.Commands(tmp_path, [["train", *options]] * 2).ends(100, range(2))
+        assert [code for code, _ in ended] == [0, 0], ended
     losses = read_checkpoint(tmp_path / "run" / "checkpoint")[1].losses
     row = json.loads((tmp_path / "run" / "figures.jsonl").read_text())
     assert row["ranks"] == {"data": 1, "context": 2}

@@ -344,9 +344,18 @@ def test_jit_trace_is_refused():
         torch.jit.trace(lambda q: dilated_attention(q, q, q, [8], [1]), (q,))
 
 
-def test_compiled_and_exported(compiling_python):
-    """Each is one graph, at lengths that change; masks are checked when the graph runs."""
-    compiling_python("""
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_compiled_and_exported(more, compiling_python):
+    """Each is one graph, at lengths that change; masks are checked when the graph runs.
+
+    It is one process, since the first compilation of each takes seconds. With `more`, options and lists that pass
+    through the same code are added.
+    """
+    compiling_python(
+        f"""
+        more = {more}
+        """
+        """
         import warnings
         import torch
         from torch import nn
@@ -361,7 +370,7 @@ def test_compiled_and_exported(compiling_python):
         for length in (17, 9, 30):
             x = torch.randn(2, length, 16)
             padding = torch.rand(2, length) < 0.3
-            for options in ({}, {"is_causal": True}, {"key_padding_mask": padding}):
+            for options in ({}, {"is_causal": True}, {"key_padding_mask": padding})[0 if more else 2 :]:
                 gradients = []
                 for run in (compiled, model):
                     model.zero_grad()
@@ -372,7 +381,7 @@ def test_compiled_and_exported(compiling_python):
                     torch.testing.assert_close(a, b)
 
         # Layouts with lists per head, per KV head and per sample, whose numbers are symbols in the graph.
-        for kv_heads, lead in ((4, (1, 4)), (2, (1, 2)), (2, (2, 1))):
+        for kv_heads, lead in ((4, (1, 4)), (2, (1, 2)), (2, (2, 1)))[0 if more else 2 :]:
             q, k = torch.randn(2, 64, 4, 8), torch.randn(2, 64, kv_heads, 8)
             layout = BlockLayout.from_mask(torch.rand(*lead, 8, 8) < 0.5, 64, 8)
             def sparse(q, k, layout):
@@ -452,7 +461,7 @@ def test_compiled_and_exported(compiling_python):
         options = {"vocab_size": 17, "embed_dim": 16, "num_layers": 2, "num_heads": 2, "positions": "xpos"}
         config = LongNetConfig(pattern=Dilated((8, 16), (1, 2)), **options)
         lm = LongNetLM(config).eval()
-        for given in (False, True):
+        for given in (False, True) if more else (True,):
             whole, graphs = torch.compile(lm, fullgraph=True, backend=count, dynamic=True), []
             for batch, tokens in ((2, 20), (2, 30), (3, 40)):
                 ids = torch.randint(17, (batch, tokens))
@@ -474,7 +483,8 @@ def test_compiled_and_exported(compiling_python):
         torch.testing.assert_close(
             exported(longer, longer, longer, is_causal=True)[0], model(longer, longer, longer, is_causal=True)[0]
         )
-    """)
+        """
+    )
 
 
 def test_exported_by_definition_with_a_layout(compiling_python):
@@ -503,7 +513,8 @@ def test_exported_by_definition_with_a_layout(compiling_python):
     )
 
 
-def test_exported_with_a_layout_function(compiling_python, tmp_path):
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_exported_with_a_layout_function(strict, compiling_python, tmp_path):
     """For any length the program calls the function when it runs; for one length it holds the lists."""
     compiling_python(
         f"""
@@ -521,20 +532,19 @@ def test_exported_with_a_layout_function(compiling_python, tmp_path):
         length = torch.export.Dim("length", min=2, max=4096)
         given = tuple(torch.randn(1, 128, 2, 16) for _ in range(3))
         for module in (BlockSparseDilatedAttention(local), Product()):
-            for strict in (False, True):
-                any_length = [{{1: length}}] * 3
-                program = torch.export.export(module, given, dynamic_shapes=any_length, strict=strict).module()
-                for tokens in (77, 300):
-                    tensors = [torch.randn(1, tokens, 2, 16, requires_grad=True) for _ in range(3)]
-                    outs = program(*tensors), module(*tensors)
-                    torch.testing.assert_close(*outs)
-                    gradients = [torch.autograd.grad(out.square().sum(), tensors) for out in outs]
-                    for actual, expected in zip(*gradients, strict=True):
-                        torch.testing.assert_close(actual, expected)
-                program = torch.export.export(module, given, strict=strict)
-                if torch.__version__ >= (2, 13):  # an older one does not tell a length from a symbol
-                    assert not any("local at" in str(node.args) for node in program.graph.nodes)
-                torch.testing.assert_close(program.module()(*given), module(*given))
+            any_length = [{{1: length}}] * 3
+            program = torch.export.export(module, given, dynamic_shapes=any_length, strict={strict}).module()
+            for tokens in (77, 300):
+                tensors = [torch.randn(1, tokens, 2, 16, requires_grad=True) for _ in range(3)]
+                outs = program(*tensors), module(*tensors)
+                torch.testing.assert_close(*outs)
+                gradients = [torch.autograd.grad(out.square().sum(), tensors) for out in outs]
+                for actual, expected in zip(*gradients, strict=True):
+                    torch.testing.assert_close(actual, expected)
+            program = torch.export.export(module, given, strict={strict})
+            if torch.__version__ >= (2, 13):  # an older one does not tell a length from a symbol
+                assert not any("local at" in str(node.args) for node in program.graph.nodes)
+            torch.testing.assert_close(program.module()(*given), module(*given))
         exported = torch.export.export(Product(), given, dynamic_shapes=any_length)
         torch.export.save(exported, {str(tmp_path / "program.pt2")!r})
         """
