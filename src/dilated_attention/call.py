@@ -116,8 +116,8 @@ class Call:
             `layouts`.
         problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
             depends on more, such as a mask.
-        repeats: what a backend prepared for tensors of a kind (strides, alignment); None if the call was not
-            `remembered`, or with its layouts.
+        repeats: what a backend prepared for tensors of a kind (strides, alignment); None unless the cache keeps the
+            call. It keeps no product with its layouts.
     """
 
     branches: Branches
@@ -160,7 +160,7 @@ class Call:
     @classmethod
     def remembered(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Call:
         """Return the same as `of`; the options must be complete. A call whose `_key` is in `plan_cache` is not checked
-        again, and its backend is not chosen again. Layouts inside segments are.
+        again, and its backend is not chosen again. Layouts inside segments are checked in every call.
         """
         key = _key(q, k, v, pattern, options)
         if key is None:
@@ -394,10 +394,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
         return None
     if q.dim() != 4 or q.size(2) >= checks.MANY_HEADS:
         return None
-    of_v = v.shape, v.dtype, v.device, v.layout
     return (
         "call", kind, shown, values, types, q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
-        of_v,
+        v.shape, v.dtype, v.device, v.layout,
     )  # fmt: skip
 
 

@@ -176,14 +176,12 @@ def forward(
 
 
 def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
-    """Return a function that repeats `forward` on tensors like these, with no mask and no dropout; None if it cannot.
+    """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout.
 
-    It keeps the tables, so there is none if they are large: then a host's work takes no time worth saving.
+    It keeps the tables, so None is returned if they are large: then a host's work takes no time worth saving.
     """
     found, instructions, covered = launches(problem, q, "queries"), _set_of(q.dtype), problem.plan.covered
-    if sum(x.table.lines.nbytes + x.jobs.nbytes for x in found) > MOST_PREPARED or any(
-        x.stride(-1) != 1 for x in (q, k, v)
-    ):
+    if sum(x.table.lines.nbytes + x.jobs.nbytes for x in found) > MOST_PREPARED:
         return None
     arguments = _Arguments(problem, q, k, v)
     shared, kind = arguments.call.threads > 1, arguments.type

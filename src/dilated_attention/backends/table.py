@@ -32,8 +32,8 @@ class Backend:
         refusal: returns why it cannot serve a call, and what would serve it; None if it can.
         on_request: returns why `auto` does not choose it for a call that it could serve; None if `auto` may.
         forward, backward: compute a `Problem`; the arguments are those of `native`.
-        prepare: returns a `Repeat` of a problem without mask and dropout, which takes the host the least time, for
-            tensors like the given ones; None if there is none.
+        prepare: returns a function that repeats a forward for tensors like the given ones, whose rows are dense, with
+            little work for the host; None if there is none. The problem has no mask and no dropout.
         attend: replaces these two by a function that autograd differentiates. It has the arguments and results of
             `reference_attention`.
         over_mesh: forward and backward can continue a running state. A rank needs this to compute a call over a mesh

@@ -58,7 +58,8 @@ class Table:
             first n query blocks if tiles hold keys.
         reach: an upper bound for the tokens between the first and the last row of a tile that the loop streams. It
             decides whether memory offsets inside the tile need 64 bits.
-        strides: the distinct strides of the tiles and those of the spans that they see.
+        strides: the distinct strides of the tiles, and of the spans that they see; empty unless tiles hold queries and
+            need no mask.
         phantoms: whether some tile counts phantoms.
         count: the number of rows per segment, which is the key of its layout in `Layouts`; None without layouts.
     """
@@ -143,8 +144,9 @@ def _table(
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
     chain, phantoms = not lines[:, FIRST].all(), bool(lines[:, PHANTOMS].any())
-    of_tiles, of_spans = _distinct(lines[:, STRIDE]), _distinct(lines[:, STRIDES][used])
-    return Table(_to(device, lines), spans, chain, masked, banded, even, edge, reach, (of_tiles, of_spans), phantoms)
+    read = side == "queries" and even and not edge
+    strides = (_distinct(lines[:, STRIDE]), _distinct(lines[:, STRIDES][used])) if read else ((), ())
+    return Table(_to(device, lines), spans, chain, masked, banded, even, edge, reach, strides, phantoms)
 
 
 def _distinct(x: np.ndarray) -> tuple[int, ...]:

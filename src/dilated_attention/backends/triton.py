@@ -157,12 +157,12 @@ def forward(
 
 
 def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
-    """Return a function that repeats `forward` on tensors like these, with no mask and no dropout; None if it cannot.
+    """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout.
 
-    It keeps the device tables, so there is none if they are large: then a host's work takes no time worth saving.
+    It keeps the device tables, so None is returned if they are large: then a host's work takes no time worth saving.
     """
     launches, precision, covered = _launches("forward", problem, q), _precision(q.dtype), problem.plan.covered
-    if launches.nbytes > MOST_PREPARED or any(x.stride(-1) != 1 for x in (q, k, v)):
+    if launches.nbytes > MOST_PREPARED:
         return None
     bound: list[tuple[Bound, tuple[Tensor | None, ...]]] = []
     single = q.dtype == torch.float32
@@ -296,7 +296,7 @@ def _bound(
     such as shapes and dtypes. The size of `held` is bounded, even if every call has tensors of another kind.
     """
     addresses = [x.data_ptr() for x in tensors if x is not None]
-    aligned = not sum([x % 16 for x in addresses]) or tuple([x % 16 == 0 for x in addresses])
+    aligned = not any(x % 16 for x in addresses) or tuple([x % 16 == 0 for x in addresses])
     seen = (*also, aligned, *[None if x is None else x.stride() for x in tensors])
     bound = held.get(seen)
     if bound is None:
