@@ -673,7 +673,7 @@ def results(threads, q, k, v, plan):
 def test_threads_join_where_memory_takes_long(tokens, threads, monkeypatch):
     """A new token has few scores, and its keys are read once."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu, "ONE_THREAD", 2**22)
+    monkeypatch.setattr(cpu, "ONE_THREAD", 2**19)
     q, (k, v) = torch.randn(1, 1, 4, 64), (torch.randn(1, tokens, 4, 64) for _ in range(2))
     plan = plan_of(Branches((tokens,), (1,), ((0,) * 4,)), (tokens - 1, tokens), (0, tokens), True)
     assert cpu._Arguments(problem(plan), q, k, v).call.threads == threads
@@ -701,6 +701,27 @@ def test_calls_at_once(monkeypatch):
     for thread in threads:
         thread.join()
     assert same == [True] * 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc lists a process's threads")
+def test_a_call_of_few_jobs_leaves_the_pool_its_threads(fresh_python):
+    """GNU OpenMP ends the threads that a smaller team leaves out, and makes them anew for PyTorch's next operator."""
+    fresh_python(
+        """
+        import os
+        import torch
+        from dilated_attention import Window, attention
+
+        torch.set_num_threads(4)
+        many, x = torch.randn(1 << 20), torch.randn(1, 20_000, 2, 64)
+        seen = set()
+        for _ in range(5):
+            many.sin()
+            seen.add(frozenset(os.listdir("/proc/self/task")))
+            attention(x[:, -1:], x, x, Window(20_000), is_causal=True, q_start=19_999, backend="cpu")
+        assert len(seen) == 1, seen
+        """
+    )
 
 
 def test_a_forked_child_and_exit_during_a_call(fresh_python):

@@ -26,7 +26,8 @@ def running(q: Float[Tensor, "*rows dim"], covered: bool) -> tuple[Float[Tensor,
     If `covered`, they have no values: the caller writes every row.
     """
     of_lse = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=of_lse)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(*q.shape[:-1], dtype=of_lse)
     return (out, lse) if covered else (out.zero_(), lse.fill_(-torch.inf))
 
 

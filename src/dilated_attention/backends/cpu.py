@@ -33,8 +33,8 @@ HIGHEST_IN_FLOAT32 = 1 if ARM64 else AVX512
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
-ONE_THREAD = 2**22
-"""The work, in score entries times head_dim, that one core finishes before other cores have joined it."""
+ONE_THREAD = 2**19
+"""The most work, in score entries times head_dim, that one thread does alone."""
 
 READ = 16
 """Reading a key and its value from memory takes as long as this many of its score entries."""
@@ -42,18 +42,16 @@ READ = 16
 MOST_IDLE = 1.3
 """The largest imbalance of threads at which the backward uses one kernel of five products, not two with seven in all.
 
-The imbalance is `Launch.idle`: the time with whole jobs relative to perfect balance. The kernel of five products has
-few, large jobs, so threads may idle at the end.
+It is `Launch.idle`, the time with whole jobs over perfect balance. The kernel of five has few, large jobs.
 """
-
 
 LEAST_KEYS = {torch.float32: (1, 24, 128), torch.bfloat16: (1, 8, 8), torch.float16: (1, 8, 8)}
 LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: (1, 24, 512)}
 """The fewest keys per query, with full segments, for which `auto` chooses this backend.
 
-LEAST_KEYS is for a head_dim of up to 64, LEAST_KEYS_WIDE for a larger one. The three entries are for processors with
-AVX2 only, with AVX-512 and with AMX. With fewer keys, the gathers and edges of a tile cost more than its products
-(notebook, 2026-11-22 and 2026-11-24); on AVX2 they cost less than the native backend for any number (2026-11-27).
+LEAST_KEYS is for a head_dim of up to 64, LEAST_KEYS_WIDE for a larger one. The entries are for AVX2 only, AVX-512 and
+AMX. With fewer keys, the gathers and edges of a tile cost more than its products (notebook, 2026-11-22 and 2026-11-24);
+on AVX2 they cost less than the native backend for any number (2026-11-27).
 """
 
 
@@ -333,7 +331,7 @@ def assert_same_fields(library: ctypes.CDLL) -> None:
     assert found == expected, f"kernels/cpu/call.h has the fields {found}; backends/cpu.py has {expected}"
 
 
-# At import, because torch.compile reads the values that `refusal` needs as constants.
+# At import: torch.compile reads what `refusal` needs as constants.
 _LIBRARY, _HIGHEST, _AMX, _MISSING = _load()
 
 

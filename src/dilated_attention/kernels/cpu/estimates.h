@@ -17,6 +17,12 @@ Rows<const Element> rows_at(const void *x, int64_t offset, int64_t step) {
 inline Float32 *unaligned(float *x) { return reinterpret_cast<Float32 *>(x); }
 inline const Float32 *unaligned(const float *x) { return reinterpret_cast<const Float32 *>(x); }
 
+// Fetch the first n elements of a row into the cache.
+template <class Element>
+inline void prefetch(const Element *row, int64_t n) {
+  for (int64_t d = 0; d < n; d += 64 / int64_t(sizeof(Element))) __builtin_prefetch(row + d);
+}
+
 // The means or extremes of one interval, of all heads of a sample: sums, or maxima of x and of -x and where a NaN was.
 template <class Element, bool EXTREMES>
 struct Reduction {
@@ -37,7 +43,9 @@ struct Reduction {
       store(memory + x, all(EXTREMES && x / room % KEPT < 2 ? -INF : 0.f));
     for (int64_t t = start; t < stop; t++)
       for (int64_t h = 0; h < heads(); h++) {
-        const Element *row = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn)[t];
+        const auto K = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
+        const Element *row = K[t];
+        prefetch(K[least(t + 2, call.M - 1)], width);
         float *kept = memory + KEPT * h * room;
         for (int64_t d = 0; d < width; d += WIDTH) add(load(row + d, width - d), kept + d, room);
       }
@@ -106,19 +114,28 @@ struct Peaks {
  private:
   // Adds WIDTH keys of a head to its sum, and scores them along its directions. The next ones are fetched meanwhile.
   void read(Rows<const Element> K, int64_t t, int64_t tokens, float *sum, const float *along, float *score) const {
-    const int64_t here = least(WIDTH, tokens - t);
-    for (int64_t u = 0; u < here; u++)
-      for (int64_t d = 0; d < call.D; d += WIDTH) {
-        if (t + u + WIDTH < tokens) __builtin_prefetch(K[t + u + WIDTH] + d);
-        store(sum + d, load(sum + d) + load(K[t + u] + d, call.D - d));
-      }
+    if (tokens - t >= WIDTH)
+      read(K, t, std::integral_constant<int, WIDTH>(), tokens, sum, along, score);
+    else
+      read(K, t, int(tokens - t), tokens, sum, along, score);
+  }
+  template <class Here>
+  void read(Rows<const Element> K, int64_t t, Here here, int64_t tokens, float *sum, const float *along,
+            float *score) const {
+    for (int u = 0; u < here && t + u + WIDTH < tokens; u++) prefetch(K[t + u + WIDTH], call.D);
     for (int64_t g = 0; g < call.G; g++) {
       Lanes total[WIDTH];
-      for (int64_t u = 0; u < WIDTH; u++) {
-        total[u] = zeros();
-        if (u >= here) continue;
-        for (int64_t d = 0; d < call.D; d += WIDTH)
-          total[u] = multiply_add(load(K[t + u] + d, call.D - d), load(along + g * columns + d), total[u]);
+      for (Lanes &x : total) x = zeros();
+      for (int64_t d = 0; d < call.D; d += WIDTH) {
+        const Lanes direction = load(along + g * columns + d);
+        Lanes added = load(sum + d);
+#pragma GCC unroll 16
+        for (int u = 0; u < here; u++) {
+          const Lanes key = load(K[t + u] + d, call.D - d);
+          added = added + key;
+          total[u] = multiply_add(key, direction, total[u]);
+        }
+        if (g == 0) store(sum + d, added);
       }
       store(score + g * room + t, sums_of(total));
     }
@@ -163,14 +180,16 @@ class Shares {
         words(int((call.D * call.joined + Arithmetic::PER_WORD - 1) / Arithmetic::PER_WORD)),
         stride(int(round_up(words, WIDTH))),
         rows(call.listed ? call.tile : most(1, least(call.rows, round_up(least(4 * LANES, 65536 / words), LANES) / call.parts))),
-        lanes(round_up(rows * call.parts, LANES)),
+        groups((rows * call.parts + LANES - 1) / LANES),
+        wide(round_up((rows * call.parts + groups - 1) / groups, WIDTH)),
         chunk(int(most(Arithmetic::ROWS, least(CHUNK, 16384 / stride / Arithmetic::ROWS * Arithmetic::ROWS)))),
         factor(float(call.scale * double(LOG2E))) {}
 
   int64_t tiles() const { return (call.rows + rows - 1) / rows; }
   int64_t count() const { return call.B * call.H * call.G * tiles(); }
   int64_t floats() const {
-    return lanes * stride + (chunk + WIDTH) * stride + stride * Arithmetic::PER_WORD + CHUNK * LANES + 2 * call.columns * lanes + 2 * lanes + 8 * WIDTH;
+    return groups * LANES * (stride + 2 * call.columns + 2) + (chunk + WIDTH + Arithmetic::PER_WORD) * stride +
+           CHUNK * LANES + 8 * WIDTH;
   }
   void begin(float *) const {}
 
@@ -179,13 +198,14 @@ class Shares {
     const int64_t b = work / heads % call.B, n = work % heads, first = tile * rows;
     const int64_t here = least(rows, call.rows - first), number = here * call.parts;
     Parts parts(memory);
-    Word *own = parts.take(lanes * stride), *keys = parts.take((chunk + WIDTH) * stride);
+    Word *own = parts.take(groups * LANES * stride), *keys = parts.take((chunk + WIDTH) * stride);
     float *row = parts.take(stride * Arithmetic::PER_WORD);
     for (int64_t x = 0; x < stride * Arithmetic::PER_WORD; x += WIDTH) store(row + x, zeros());
-    float *s = parts.take(CHUNK * LANES), *state = parts.take(2 * call.columns * lanes), *weight = parts.take(lanes);
-    int32_t *seen = parts.take<int32_t>(lanes);
+    float *s = parts.take(CHUNK * LANES), *state = parts.take(groups * 2 * call.columns * LANES);
+    float *weight = parts.take(groups * wide);
+    int32_t *seen = parts.take<int32_t>(groups * wide);
     const List list{call.listed ? call.listed + ((b * heads + n) * tiles() + tile) * call.columns : nullptr, call};
-    for (int64_t i = 0; i < lanes; i++) {
+    for (int64_t i = 0; i < groups * wide; i++) {
       const int64_t at = first * call.parts + i;
       seen[i] = i < number ? list.seen(call.seen[at]) : 0;
       weight[i] = i < number ? call.weight[at] : 0;
@@ -194,30 +214,31 @@ class Shares {
     const int64_t head = b * call.ksb + n / call.G * call.ksh;
     const auto K = rows_at<Element>(call.k, head, call.ksn), K_first = rows_at<Element>(call.k, head - call.first, call.ksn);
     hold(Q, first * call.parts, number, row, keys, own);
-    const int32_t end = *std::max_element(seen, seen + lanes);
+    const int32_t end = *std::max_element(seen, seen + groups * wide);
     for (int32_t j = 0; j < end; j += chunk) {
       const int here = int(least(chunk, end - j));
       for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
         gather<false>(j + r ? K : K_first, r < here ? list.key(j + r) : INT64_MAX / 2 / call.joined, call.M, row,
                       keys + r * stride);
-      for (int64_t group = 0; group < lanes; group += LANES) {
-        if (*std::max_element(seen + group, seen + group + LANES) <= j) continue;
-        const int width = int(least(LANES, round_up(number - group, WIDTH)));
-        score(keys, own + group * stride, int(round_up(here, Arithmetic::ROWS)), s, width);
-        add(list, j, here, s, width, seen + group, state + 2 * call.columns * group);
+      for (int64_t g = 0; g < groups; g++) {
+        const int32_t *its = seen + g * wide;
+        if (*std::max_element(its, its + wide) <= j) continue;
+        const int width = int(least(wide, round_up(number - g * wide, WIDTH)));
+        score(keys, own + g * LANES * stride, int(round_up(here, Arithmetic::ROWS)), s, width);
+        add(list, j, here, s, width, its, state + g * 2 * call.columns * LANES);
       }
     }
     float *out = call.out + ((b * heads + n) * call.rows + first) * call.columns;
     std::fill(out, out + here * call.columns, 0.f);
-    for (int64_t group = 0; group < number; group += LANES)
-      finish(seen + group, weight + group, group, state + 2 * call.columns * group, out);
+    for (int64_t g = 0; g * wide < number; g++)
+      finish(seen + g * wide, weight + g * wide, g * wide, state + g * 2 * call.columns * LANES, out);
   }
 
  private:
   static constexpr int PANEL = 128;
   const Estimate &call;
   const int words, stride;
-  const int64_t rows, lanes;
+  const int64_t rows, groups, wide;  // groups of lanes, equally wide
   const int chunk;
   const float factor;
 
@@ -233,7 +254,7 @@ class Shares {
   };
 
   // One row: `joined` tokens, as they come or turned, through `row`, whose end is 0. Meanwhile, the tokens of the next
-  // chunk of keys are prefetched.
+  // chunk of keys, or of the next lanes, are fetched.
   template <bool TURNED>
   void gather(Rows<const Element> x, int64_t number, int64_t tokens, float *row, Word *to) const {
     float *floats = Arithmetic::PER_WORD == 1 ? to : row;
@@ -241,8 +262,8 @@ class Shares {
       const int64_t token = number * call.joined + (TURNED ? call.joined - 1 - i : i);
       const int64_t left = token < tokens ? call.D : 0;
       const Element *from = x[left ? token : 0];
-      const Element *next = !TURNED && token + chunk * call.joined < tokens ? x[token + chunk * call.joined] : from;
-      for (int64_t d = 0; d < call.D; d += 64 / int64_t(sizeof(Element))) __builtin_prefetch(next + d);
+      const int64_t later = token + (TURNED ? WIDTH : chunk) * call.joined;
+      prefetch(later < tokens ? x[later] : from, call.D);
       for (int64_t d = 0; d < call.D; d += WIDTH)
         store(unaligned(floats + i * call.D + d), infinite_or_nan_to_nan(load(from + d, left - d)), call.D - d);
     }
@@ -250,18 +271,18 @@ class Shares {
       for (int w = 0; w < stride; w += WIDTH) Arithmetic::store_words(load(row + 2 * w), load(row + 2 * w + WIDTH), to + w);
   }
 
-  // Queries in lanes: own[groups][stride][LANES].
+  // Queries in lanes: own[groups][stride][LANES], of which `wide` are used.
   void hold(Rows<const Element> Q, int64_t first, int64_t number, float *row, Word *room, Word *own) const {
     for (int w = words; w < stride; w++)
       for (int r = 0; r < chunk + WIDTH; r++) room[r * stride + w] = 0;
-    for (int64_t i = 0; i < lanes; i += WIDTH) {
+    for (int64_t i = 0; i < groups * wide; i += WIDTH) {
       for (int u = 0; u < WIDTH; u++)
         gather<true>(Q, i + u < number ? first + i + u : INT64_MAX / 2 / call.joined, call.N, row, room + u * stride);
       for (int w = 0; w < stride; w += WIDTH) {
         Integers block[WIDTH];
         for (int u = 0; u < WIDTH; u++) block[u] = integers(load(room + u * stride + w));
         transpose(block);
-        Word *to = own + (i / LANES * stride + w) * LANES + i % LANES;
+        Word *to = own + (i / wide * stride + w) * LANES + i % wide;
         for (int u = 0; u < WIDTH; u++) store(to + u * LANES, block[u]);
       }
     }
@@ -277,8 +298,9 @@ class Shares {
                                                          int(least(words - w, PANEL)), s + r * LANES, LANES);
   }
 
-  // The scores of keys j to j + here - 1 into the maxima and sums of their columns: state[columns][2][LANES].
-  void add(const List &list, int32_t j, int here, const float *s, int width, const int32_t *seen, float *state) const {
+  // The scores of keys j to j + here - 1, which are overwritten, into the maxima and sums of their columns:
+  // state[columns][2][LANES].
+  void add(const List &list, int32_t j, int here, float *s, int width, const int32_t *seen, float *state) const {
     const bool masked = *std::min_element(seen, seen + width) < j + here;
     for (int x = 0; x < width; x += WIDTH) {
       const Integers limit = load_integers(seen + x);
@@ -294,10 +316,14 @@ class Shares {
         const bool fresh = column * call.peaks == j + from;
         const Lanes before = fresh ? all(-INF) : load(at);
         Lanes top = before;
-        for (int i = from; i < to; i++) top = larger(top, score(i));
+        for (int i = from; i < to; i++) {
+          const Lanes y = score(i);
+          store(s + i * LANES + x, y);
+          top = larger(top, y);
+        }
         const Lanes shift = zero_at_infinity(top);
         Lanes sum = fresh ? zeros() : load(at + LANES) * power_of_2(before - shift);
-        for (int i = from; i < to; i++) sum = sum + power_of_2(score(i) - shift);
+        for (int i = from; i < to; i++) sum = sum + power_of_2(load(s + i * LANES + x) - shift);
         store(at, top), store(at + LANES, sum);
         from = to;
       }
@@ -306,7 +332,7 @@ class Shares {
 
   // Adds the lanes' shares, times their weights, to the rows that they are parts of.
   void finish(const int32_t *seen, const float *weight, int64_t group, float *state, float *out) const {
-    for (int x = 0; x < LANES; x += WIDTH) {
+    for (int64_t x = 0; x < wide; x += WIDTH) {
       const int64_t reached = (*std::max_element(seen + x, seen + x + WIDTH) + call.peaks - 1) / call.peaks;
       Lanes top = all(-INF), total = zeros();
       for (int64_t c = 0; c < reached; c++) top = larger(top, load(state + c * 2 * LANES + x));

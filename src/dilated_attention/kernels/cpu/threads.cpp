@@ -70,13 +70,13 @@ struct Memory {
 
 bool has_pool() { return pool(); }
 
-void run_in_threads(int64_t threads, void (*body)(void *), void *data) {
-  if (threads <= 1) return body(data);
+void run_in_threads(int64_t threads, int64_t jobs, void (*body)(void *), void *data) {
+  if (threads <= 1 || jobs <= 1) return body(data);
   const Parallel parallel = forked ? nullptr : pool();
   if (parallel) return parallel(body, data, unsigned(threads), 0);
   std::vector<std::thread> others;
   try {
-    for (int64_t i = 1; i < threads; i++) others.emplace_back(body, data);
+    for (int64_t i = 1; i < threads && i < jobs; i++) others.emplace_back(body, data);
   } catch (const std::exception &) {
     // A limit of the system, or no memory: the threads that were started do all the work.
   }

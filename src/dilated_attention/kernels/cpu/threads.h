@@ -7,8 +7,10 @@
 // Whether there is a pool of OpenMP; else threads are made for every call.
 bool has_pool();
 
-// Run body(data) at once in at most `threads` threads, this one among them.
-void run_in_threads(int64_t threads, void (*body)(void *), void *data);
+// Run body(data) at once in at most `threads` threads, this one among them; `jobs` of them have something to do. The pool
+// wakes all of them: GNU OpenMP ends the threads that a smaller team leaves out, and PyTorch's next operator would make
+// them anew.
+void run_in_threads(int64_t threads, int64_t jobs, void (*body)(void *), void *data);
 
 // Return the calling thread's memory for `floats` floats, aligned to 64 bytes, its content undefined; null if there is
 // none.
@@ -27,19 +29,17 @@ bool compute(const Work &work, int64_t threads) {
   } shared{work, {0}, {false}};
   const auto body = [](void *data) {
     Shared &shared = *static_cast<Shared *>(data);
+    const auto next = [&] { return shared.next.fetch_add(1, std::memory_order_relaxed); };  // no job waits for another
+    int64_t i = next();
+    if (i >= shared.work.count()) return;
     float *memory = thread_memory(shared.work.floats());
     if (memory)
       shared.work.begin(memory);
     else
       shared.failed = true;
-    while (!shared.failed) {
-      const int64_t i = shared.next.fetch_add(1, std::memory_order_relaxed);  // no job waits for another
-      if (i >= shared.work.count()) break;
-      shared.work(i, memory);
-    }
+    for (; !shared.failed && i < shared.work.count(); i = next()) shared.work(i, memory);
   };
-  const int64_t count = work.count();
-  run_in_threads(threads < count ? threads : count, body, &shared);
+  run_in_threads(threads, work.count(), body, &shared);
   return !shared.failed;
 }
 
