@@ -92,7 +92,9 @@ def test_coverage_flops_and_rows_are_those_of_the_definition(pattern, seq_len):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert torch.equal(pattern.coverage(seq_len, 4, is_causal), causal_counts.sum(-1))
-    assert row_counts(*branches, seq_len) == {g.queries.count for g in plan_dilated(*branches, seq_len).groups}
+    assert row_counts(pattern.branches(4), seq_len) == {
+        g.queries.count for g in plan_dilated(*branches, seq_len).groups
+    }
 
 
 def dense_product(product: Product, seq_len: int, heads: int, kv_heads: int) -> torch.Tensor:

@@ -279,11 +279,6 @@ class Call:
         """Return the number of samples; a layout may have lists for each of them."""
         return q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
-    def row_counts(self, length: int) -> set[int]:
-        """Return the distinct numbers of tokens that take part in a segment, for a sample of `length` tokens."""
-        branches = self.branches
-        return row_counts(branches.segment_lengths, branches.dilation_rates, branches.offsets, length)
-
     def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
         """Return the object that says which pairs of query and key survive dropout; None without dropout.
 
@@ -309,7 +304,7 @@ class Call:
         if self.cu_seqlens is not None:
             samples = (0, *[seq.stop for seq in slices])
             if len(layouts) == 1:
-                counts = {count for seq in slices for count in self.row_counts(seq.stop - seq.start)}
+                counts = {count for seq in slices for count in row_counts(self.branches, seq.stop - seq.start)}
                 layouts = tuple([layouts[0].prefix(count) for count in sorted(counts)])
         return replace(self, shards=replace(shards, samples=samples), layouts=layouts, cu_seqlens=None)
 
@@ -353,7 +348,7 @@ class Call:
         """
         counts: set[int] = set()
         for _, seq in self.samples(seq_len):
-            counts |= self.row_counts(seq.stop - seq.start)
+            counts |= row_counts(self.branches, seq.stop - seq.start)
         found = tuple([layout_inside(layout, count) for count in sorted(counts)])
         for layout in found:
             layout.check(1, layout.seq_len, heads, kv_heads)

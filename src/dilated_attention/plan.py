@@ -458,16 +458,13 @@ def plan_dilated(
     return plan_of(Branches(segment_lengths, dilation_rates, table, compat), (0, seq_len), None, is_causal)
 
 
-def row_counts(
-    segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], table: OffsetTable, seq_len: int
-) -> set[int]:
+def row_counts(branches: Branches, seq_len: int) -> set[int]:
     """Return the distinct numbers of tokens that take part in a segment, over all segments, branches and heads.
 
-    `table`: as in `plan_dilated`; heads with the offset `ALL` do not count. The function uses no plan and no cache,
-    because `torch.compile` cannot trace the lock of the cache.
+    Heads with the offset `ALL` do not count. No plan is used: `torch.compile` cannot trace the lock of its cache.
     """
     counts = set()
-    for segment, rate, offsets in zip(segment_lengths, dilation_rates, table, strict=True):
+    for segment, rate, offsets in zip(*branches[:3], strict=True):
         segment = max(1, min(segment, seq_len))
         lengths = {segment, seq_len % segment} if seq_len else set()
         counts |= {-(-(length - offset) // rate) for length in lengths for offset in offsets if 0 <= offset < length}

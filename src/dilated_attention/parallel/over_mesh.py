@@ -28,7 +28,7 @@ from dilated_attention.parallel.block_partition import BlockQueries
 from dilated_attention.parallel.comm import Agreed, Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
-from dilated_attention.plan import EVERY, Plan, StridedGroup
+from dilated_attention.plan import EVERY, Plan, StridedGroup, row_counts
 from dilated_attention.torch_internals import group_named
 
 Transport = transports.Exchange | transports.Doubling | transports.Ring
@@ -442,7 +442,7 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
         layouts = call.layouts
         if len(layouts) == 1 and length:
             whole = layouts[0].select(batch=range(i, i + 1)) if layouts[0].batch_size > 1 else layouts[0]
-            layouts = tuple([whole.prefix(count) for count in sorted(call.row_counts(length))])
+            layouts = tuple([whole.prefix(count) for count in sorted(row_counts(call.branches, length))])
         cut = replace(shards, bounds=tuple([min(edge, length) for edge in edges]), lengths=lengths)
         own, mask = max(0, min(tokens, length - start)), call.key_padding_mask
         mask = None if mask is None else mask[i : i + 1, :own]

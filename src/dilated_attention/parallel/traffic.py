@@ -311,7 +311,7 @@ def exchange_plan(
             part.check(batch, seq_len, num_heads)
             layouts = [part]
         elif isinstance(part, Product):
-            counts = row_counts(branches.segment_lengths, branches.dilation_rates, branches.offsets, seq_len)
+            counts = row_counts(branches, seq_len)
             layouts = [part.layout_of(count) for count in sorted(counts)]
         layouts = [layout.causal() if is_causal else layout for layout in layouts]
         sharding = Sharding(branches, edges, is_causal, layouts=tuple(layouts))
