@@ -6,7 +6,7 @@ hold nothing else: tables on a device are derived from them elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -228,21 +228,18 @@ def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, bool]
 
 
 def compile_groups(
-    dilation_rates: Sequence[int], table: OffsetTable, parts: Callable[[int, int], Iterable[Part]], seq_len: int
+    branches: Branches, parts: Callable[[int, int], Iterable[Part]], seq_len: int
 ) -> tuple[tuple[StridedGroup, ...], bool]:
-    """Return the groups of a plan, and whether those marked `first` hold every (row, head).
+    """Return the groups of a plan of `seq_len` query rows, and whether those marked `first` hold every (row, head).
 
-    The densest branch goes first: it writes the running output that the others are merged into.
-
-    Args:
-        table: the offset of each KV head in each branch, as `Branches.offsets`.
-        parts: called as parts(branch, offset); returns the parts that the heads with this offset compute.
-        seq_len: the number of query rows.
+    The densest branch goes first: it writes the running output that the others are merged into. `parts(branch, offset)`
+    returns the parts that the heads with this offset compute.
     """
     groups: list[StridedGroup] = []
     begun: set[int] = set()  # heads that an earlier branch has written
     covered: set[int] = set()  # heads whose every row the first branch has written
-    for branch in sorted(range(len(table)), key=lambda b: dilation_rates[b]):
+    table = branches.offsets
+    for branch in sorted(range(len(table)), key=lambda b: branches.dilation_rates[b]):
         classes: dict[tuple[int, bool], list[int]] = {}
         for head, offset in enumerate(table[branch]):
             if offset != -1:
@@ -340,7 +337,7 @@ def _compile(branches: Branches, queries: tuple[int, int], keys: tuple[int, int]
     def parts(branch: int, offset: int) -> Iterator[Part]:
         return parts_of(branches, branch, offset, queries, keys, is_causal, (queries[0], keys[0]))
 
-    groups, covered = compile_groups(branches.dilation_rates, branches.offsets, parts, queries[1] - queries[0])
+    groups, covered = compile_groups(branches, parts, queries[1] - queries[0])
     square = queries == keys and all(group.queries == group.keys for group in groups)
     return Plan(queries[1] - queries[0], len(branches.offsets[0]), groups, covered, square)
 
@@ -355,7 +352,7 @@ def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
             band = causal if is_causal and own.count > 1 else EVERY
             yield Part(own, own, band, short if counts_zeros else 0)
 
-    groups, covered = compile_groups(branches.dilation_rates, branches.offsets, parts, seq_len)
+    groups, covered = compile_groups(branches, parts, seq_len)
     return Plan(seq_len, len(branches.offsets[0]), groups, covered or not seq_len, square=True)
 
 

@@ -221,7 +221,7 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
                     zeros = short if branches.compat == "torchscale" and not sharding.is_causal else 0
                     yield Part(rows, rows, (None, 0) if sharding.is_causal and rows.count > 1 else EVERY, zeros)
 
-    groups, covered = compile_groups(branches.dilation_rates, branches.offsets, parts, upper - lower)
+    groups, covered = compile_groups(branches, parts, upper - lower)
     whole = covered and not (sharding.layouts and crossings(sharding, rank))
     square = all(group.queries == group.keys for group in groups)
     return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=square)
