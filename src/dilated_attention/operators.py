@@ -52,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         return execution.attend(call, q, k, v)
     if call.repeats is not None and not in_forward_mode() and _differentiated(q, k, v):
         return _Repeated.apply(q, k, v, call)
-    eager = _runs_eagerly(q)
+    eager = not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)  # else recorded in a graph
     if eager and call.shards is not None and torch.is_grad_enabled():
         wanted = _differentiated(q, k, v)
         if over_mesh.gradients_wanted(call, q, k, wanted) and not wanted:
@@ -68,11 +68,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 def repeat(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
     """Return out and lse of a `remembered` call without gradients, if its backend can repeat it, otherwise None."""
     return None if call.repeats is None or _differentiated(q, k, v) else execution.repeat(call, q, k, v)
-
-
-def _runs_eagerly(q: Tensor) -> bool:
-    """Return whether the call is run now, rather than recorded in a graph."""
-    return not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)
 
 
 def _differentiated(*tensors: Tensor) -> bool:
