@@ -151,7 +151,8 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     is_causal, first_head, q_start, k_start, compat, count, banded = take(7)
     segment_lengths, dilation_rates = take(count), take(count)
     offsets = tuple([take(kv_heads) for _ in range(count)])
-    bands = tuple([(_bound(low), _bound(high)) for low, high in (take(2) for _ in range(banded))])
+    bounds = [None if bound == WHOLE else bound for bound in take(2 * banded)]
+    bands = tuple(zip(bounds[::2], bounds[1::2], strict=True))
     leading = take(banded)
     branches = Branches(segment_lengths, dilation_rates, offsets, "torchscale" if compat else None, bands, leading)
     bounds, samples, lengths = (take(next(rest)) if over_mesh else () for _ in range(3))
@@ -159,10 +160,6 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     sizes = tuple([left[i : i + 4] for i in range(0, len(left), 4)])
     starts = q_start, k_start
     return _Numbers(branches, bool(is_causal), first_head, starts, bounds, samples or None, lengths, sizes)
-
-
-def _bound(number: int) -> int | None:
-    return None if number == WHOLE else number
 
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
