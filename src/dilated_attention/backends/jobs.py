@@ -74,7 +74,10 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
     rows = int(lines[:, tiles.ROWS].max(initial=0))
     few = rows <= most_few
     if not owned:
-        order = _neighbours(lines)
+        # Tiles that stream the same rows become neighbours, because a thread keeps the rows that it has gathered
+        # (Kept in kernels/cpu/tiles.h). So do the heads of a segment, whose rows share pages of memory.
+        *shorter, longest = lines[:, tiles.STARTS].T
+        order = np.lexsort((*shorter, lines[:, tiles.HEAD], longest))
         ordered = replace(table, lines=torch.from_numpy(lines[order]))
         size = max(1, min(together, len(lines) // 64)) if few else 1
         jobs = np.append(np.arange(0, len(lines), size), len(lines))
@@ -88,17 +91,6 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
     ordered = replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
     return Launch(side, ordered, starts, sums[heaviest], few, rows)
-
-
-def _neighbours(lines: np.ndarray) -> np.ndarray:
-    """Return indices that order the lines of a table so that tiles which stream the same rows become neighbours, and
-    so do the heads of a segment.
-
-    A thread keeps the rows that it has gathered (Kept in kernels/cpu/tiles.h), and the rows of a segment's heads share
-    pages of memory.
-    """
-    *shorter, longest = lines[:, tiles.STARTS].T
-    return np.lexsort((*shorter, lines[:, tiles.HEAD], longest))
 
 
 def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
