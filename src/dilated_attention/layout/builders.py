@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.layout.spans import (
-    BlockGrid,
-    Lists,
-    Spans,
-    check_share,
-    runs_of_spans,
-)
+from dilated_attention.layout.spans import BlockGrid, Lists, Spans, check_share, runs_of_spans
 from dilated_attention.torch_internals import constant_when_traced, fixed, unobserved
 
 Value = TypeVar("Value")
@@ -53,10 +47,6 @@ def _local(grid: BlockGrid, window: int) -> Spans:
     return [(first - (window - 1), last + (window - 1))]
 
 
-def leading(grid: BlockGrid, tokens: int | None, density: float | None) -> Spans:
-    return _leading(grid, _size("tokens", tokens, density, _leading, grid))
-
-
 def _leading(grid: BlockGrid, tokens: int) -> Spans:
     first, last = grid.queries()
     row_end = last.clamp(max=tokens - 1) if grid.is_causal else torch.full_like(last, grid.seq_len - 1)
@@ -75,7 +65,7 @@ def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float 
             `tokens`.
     """
     if tokens is None or (not isinstance(tokens, Sequence) and getattr(tokens, "ndim", 0) == 0):
-        return leading(grid, tokens, density)
+        return _leading(grid, _size("tokens", tokens, density, _leading, grid))
     if density is not None:
         raise ValueError(f"give either tokens or density, got tokens={tokens!r} and density={density}")
     if hasattr(tokens, "ndim"):  # a tensor or array, whose numbers no compiler knows
