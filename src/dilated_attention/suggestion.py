@@ -51,15 +51,13 @@ def suggest_pattern(
         >>> pattern.flops(65536, 16, 64) / (4 * 64 * 16 * 65536**2) <= 0.05
         True
     """
-    for name, value in (("seq_len", seq_len), ("num_heads", num_heads), ("largest_rate", largest_rate)):
-        if value is None and name == "largest_rate":
-            continue
+    most = num_heads if largest_rate is None else largest_rate
+    for name, value in (("seq_len", seq_len), ("num_heads", num_heads), ("largest_rate", most)):
         if checks.positive(name, value) > sys.maxsize:  # the longest range of Python
             raise ValueError(f"{name} must be at most {sys.maxsize}; got {value}")
     checks.boolean("is_causal", is_causal)
-    problem = _Problem(int(seq_len), int(num_heads), is_causal)
+    problem, most = _Problem(int(seq_len), int(num_heads), is_causal), int(most)
     allowed = problem.allowed(budget)
-    most = int(num_heads if largest_rate is None else largest_rate)
     found = problem.longest_first(allowed, [*(1 << i for i in range(1, most.bit_length())), most])
     if found is None:
         least = problem.cheapest(most)
