@@ -263,9 +263,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        folded = _fold(torch.ops.dilated_attention.forward, info, in_dims, arguments)
-        operator = _Attention.apply if in_torch_func() else torch.ops.dilated_attention.forward
-        return _unfold(info, operator(*folded))
+        operator = torch.ops.dilated_attention.forward
+        return _in_batch(operator, _Attention.apply if in_torch_func() else operator, info, in_dims, arguments)
 
 
 class _Repeated(torch.autograd.Function):
@@ -320,8 +319,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        folded = _fold(torch.ops.dilated_attention.backward, info, in_dims, arguments)
-        return _unfold(info, _AttentionBackward.apply(*folded))
+        return _in_batch(torch.ops.dilated_attention.backward, _AttentionBackward.apply, info, in_dims, arguments)
 
 
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
@@ -335,8 +333,10 @@ torch.library.impl("dilated_attention::forward", "Autograd")(_differentiable)
 torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward.apply)
 
 
-def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
-    """Return an operator's arguments with the dimension that `torch.func.vmap` maps folded into the batch.
+def _in_batch(
+    operator: Any, run: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Call `run`, which runs an operator, with the dimension that `torch.func.vmap` maps folded into the batch.
 
     `info`, `in_dims`, `arguments`: what PyTorch passes to `_Attention.vmap`. Raises UnsupportedError for a mesh,
     `cu_seqlens`, lists per batch element, and dropout with one seed for all.
@@ -357,9 +357,5 @@ def _fold(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[A
             x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             x = x.flatten(0, 1)
         folded.append(x)
-    return folded
-
-
-def _unfold(info: Any, results: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    unfolded = tuple(x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in results)
+    unfolded = tuple(x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in run(*folded))
     return unfolded, (0,) * len(unfolded)
