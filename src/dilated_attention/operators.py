@@ -151,8 +151,8 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     is_causal, first_head, q_start, k_start, compat, count, banded = take(7)
     segment_lengths, dilation_rates = take(count), take(count)
     offsets = tuple([take(kv_heads) for _ in range(count)])
-    bounds = [None if bound == WHOLE else bound for bound in take(2 * banded)]
-    bands = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+    limits = [None if limit == WHOLE else limit for limit in take(2 * banded)]
+    bands = tuple(zip(limits[::2], limits[1::2], strict=True))
     leading = take(banded)
     branches = Branches(segment_lengths, dilation_rates, offsets, "torchscale" if compat else None, bands, leading)
     bounds, samples, lengths = (take(next(rest)) if over_mesh else () for _ in range(3))
