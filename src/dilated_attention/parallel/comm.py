@@ -435,8 +435,8 @@ class Link:
     def _roll_call(self) -> str:
         """Return, as text, what is known about a failure: from the function that `presence.set_witness` set, if any, or
         else from the store. "" if nothing is known."""
-        if verdict := presence.witness():
-            return f"; {lost}" if (lost := verdict()) else ""
+        if presence.witness:
+            return f"; {lost}" if (lost := presence.witness()) else ""
         answer = presence.within(_ROLL_CALL_SECONDS + 0.5, self._ask_store)
         return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
 

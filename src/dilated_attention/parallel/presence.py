@@ -82,7 +82,8 @@ def differences(facts: Sequence[Mapping[str, str]]) -> str:
     return f"{' | '.join(lines)} (elsewhere: rank {facts.index(usual)})"
 
 
-_witness: Callable[[], str] | None = None
+witness: Callable[[], str] | None = None
+"""The function that says which ranks are lost (`set_witness`); None: ask the store."""
 
 
 def set_witness(verdict: Callable[[], str] | None) -> None:
@@ -91,10 +92,5 @@ def set_witness(verdict: Callable[[], str] | None) -> None:
     `verdict` returns text for the error message, or "" if no rank is lost. Meant for a program that watches its ranks
     itself.
     """
-    global _witness
-    _witness = verdict
-
-
-def witness() -> Callable[[], str] | None:
-    """Return the function that `set_witness` set, which says which ranks are lost; None if none is set."""
-    return _witness
+    global witness
+    witness = verdict
