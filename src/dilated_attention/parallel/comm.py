@@ -380,8 +380,7 @@ class Link:
         return [dist.all_gather(list(buffer.split(sent.rows)), send, group=self.group, async_op=True)]
 
     def post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        works: list[dist.Work] = dist.batch_isend_irecv(operations)
-        return works
+        return dist.batch_isend_irecv(operations)
 
     def received(self, transfer: Transfer) -> None:
         """Check the seals of received messages before any row is used; raise an error if one is wrong."""

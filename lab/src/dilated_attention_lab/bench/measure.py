@@ -154,8 +154,7 @@ def peak_above_inputs(case: Case, device: torch.device, *, backward: bool = Fals
     None if the system does not say.
     """
     request = {"case": case.parameters, "device": str(device), "backward": backward}
-    peak: int | None = in_new_process(__name__, {**request, "threads": torch.get_num_threads()})
-    return peak
+    return in_new_process(__name__, {**request, "threads": torch.get_num_threads()})
 
 
 def in_new_process(

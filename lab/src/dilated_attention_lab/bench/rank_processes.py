@@ -39,7 +39,7 @@ def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[s
     """
     place = f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # elsewhere it has another name
-    answer: dict[str, Any] = in_new_process(
+    return in_new_process(
         __name__,
         {"mode": mode, "case": case.parameters, "rounds": rounds},
         limit=limit,
@@ -47,14 +47,12 @@ def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[s
         OMP_NUM_THREADS="1",
         **loopback,
     )
-    return answer
 
 
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+        return listener.getsockname()[1]
 
 
 def limited(megabits: int) -> list[str]:
