@@ -84,10 +84,10 @@ DOUBLING = doubling(2048, 20)
 
 def planning(pattern: Dilated, heads: int, seq_len: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return two calls to time: making a plan, and finding it in the cache."""
-    table = pattern.offset_table(heads)
+    branches = pattern.branches(heads)
 
     def find() -> object:
-        return plan_dilated(pattern.segment_lengths, pattern.dilation_rates, table, seq_len)
+        return plan_dilated(*branches[:3], seq_len)
 
     def make() -> object:
         plan_cache.clear()
@@ -161,11 +161,7 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        pattern = self.pattern
-        table = pattern.offset_table(self.heads)
-        return plan_dilated(
-            pattern.segment_lengths, pattern.dilation_rates, table, self.seq_len, is_causal=self.is_causal
-        )
+        return plan_dilated(*self.pattern.branches(self.heads)[:3], self.seq_len, is_causal=self.is_causal)
 
     def layout(self, seq_len: int) -> BlockLayout:
         assert self.density is not None
