@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -24,7 +23,7 @@ from dilated_attention_lab.bench.measure import Rounds, Spread
 from dilated_attention_lab.bench.on_gpu import SMALL
 from dilated_attention_lab.bench.on_gpu.correctness import graph_of
 from dilated_attention_lab.bench.results import Row
-from dilated_attention_lab.bench.suites import rates
+from dilated_attention_lab.bench.suites import over, rates
 from dilated_attention_lab.bench.suites.windows import windowed
 from dilated_attention_lab.verification import relative_error
 
@@ -144,34 +143,33 @@ def block_sparse(case: Case, device: torch.device, budget: float, *, flex: bool)
     bar = 1 / SPEED_UPS[case.density] if case.seq_len == 32768 else 1.0
     work = {"triton": case.flops} | dict.fromkeys(rivals, full.flops)
     yield from against("the fastest dense kernel", case, ours, rivals, device, budget, {"triton": bar}, work)
-    yield from in_a_row("the fastest dense kernel", case, ours, rivals, device, {"triton": bar})
+    if device.type == "cuda":
+        yield from in_a_row(case, ours, rivals, bar)
 
 
-def in_a_row(
-    title: str, case: Case, ours: Makers, rivals: Makers, device: torch.device, bars: Mapping[str, float]
-) -> Iterator[Row]:
-    """Compare like `against`, but by the device's time of calls in a row, as in a model: the host is ahead of the GPU.
+def in_a_row(case: Case, ours: Makers, rivals: Makers, bar: float) -> Iterator[Row]:
+    """Compare triton with the fastest of `rivals` by the device's time of calls in a row, where the host is ahead.
 
     Each of five rounds takes the median of `triton.testing.do_bench`, which empties the L2 cache before every call.
     """
-    if device.type != "cuda":
-        return
     from triton.testing import do_bench
 
     contenders, _ = serving({**ours, **rivals})
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    rounds = Rounds({(name, "forward"): [] for name in contenders}, 0)
     for _ in range(5):
         for name, contender in contenders.items():
             quick = {"warmup": 10, "rep": 60, "return_mode": "median"}
-            seconds[name].append(do_bench(lambda contender=contender: list(contender()), **quick) / 1e3)
-    able = [name for name in rivals if seconds.get(name)]
-    for name in ours:
-        row = f"forward: {name}, time in a row of calls over {title}"
-        if able and seconds.get(name):
-            best = min(able, key=lambda rival: statistics.median(seconds[rival]))
-            times = {x: Spread.of(seconds[x]) for x in (name, best)}
-            ratio = Spread.of_ratios(seconds[name], seconds[best])
-            yield Row.of(row, case.parameters, ratio, f"x {best}", bar=bars.get(name), times=times)
+            seconds = do_bench(lambda contender=contender: list(contender()), **quick) / 1e3
+            rounds.seconds[name, "forward"].append(seconds)
+    if (best := fastest(rivals, rounds)) and "triton" in contenders:
+        title = "forward: triton, time in a row of calls over the fastest dense kernel"
+        yield over(rounds, "triton", best, "forward", case.parameters, title, unit=f"x {best}", bar=bar)
+
+
+def fastest(rivals: Iterable[str], rounds: Rounds) -> str | None:
+    """Return the rival with the least median time of a forward; None if the rounds have none of them."""
+    able = [name for name in rivals if (name, "forward") in rounds.seconds]
+    return min(able, key=lambda name: rounds.spread(name).median, default=None)
 
 
 def small(device: torch.device, budget: float) -> Iterator[Row]:
@@ -295,11 +293,10 @@ def against(
         yield Row.of(f"forward: {name}, beside {title}", case.parameters, spread, "ms", rates=useful)
     for name, why in refused.items():
         yield Row(f"forward: {name}, beside {title}", case.parameters, None, "ms", refused=why)
-    able = [name for name in rivals if name in contenders]
+    best = fastest(rivals, rounds)
     for name in ours:
         row, bar = f"forward: {name}, time over {title}", bars.get(name)
-        if name in contenders and able:
-            best = min(able, key=lambda rival: rounds.spread(rival).median)
+        if best and name in contenders:
             yield Row.of(row, case.parameters, rounds.ratio(name, best), f"x {best}", bar=bar)
         else:
             yield Row(row, case.parameters, None, "x", bar=bar, refused=_reasons(refused))
