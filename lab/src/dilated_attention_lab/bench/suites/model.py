@@ -89,28 +89,22 @@ def slide(tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return x.to(device), torch.randint(GRID * 256, (1, tiles, 2), generator=generator).to(device)
 
 
-def _ours(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
-    model = load_gigapath(slide_weights(layers)).to(device)
-    return torch.no_grad()(lambda: model(x, coords))
-
-
-def _rival(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
-    weights = {name: tensor.to(device) for name, tensor in slide_weights(layers).items()}
-    options = released.Attention(HEADS, PATTERN.segment_lengths, PATTERN.dilation_rates)
-    sines = grid_sines(coords // 256, GRID, WIDTH)  # the released code keeps a table of them
-    return torch.no_grad()(lambda: released.gigapath(weights, x, sines, options))
-
-
-def _tile_attention(layers: int, x: Tensor, coords: Tensor, device: torch.device) -> Any:
-    model = load_gigapath(slide_weights(layers)).to(device)
-    return lambda: tile_attention(model, x, coords)
-
-
 def encoders(layers: int, tiles: int, device: torch.device, *names: str) -> dict[str, Any]:
     """Return by name functions without arguments, each of which runs on the same slide with its own copy of the same
     weights: this library's slide encoder (OURS), the released algorithm (RIVAL), tile attention (TILES)."""
-    makers, (x, coords) = {OURS: _ours, RIVAL: _rival, TILES: _tile_attention}, slide(tiles, device)
-    return {name: makers[name](layers, x, coords, device) for name in names}
+    x, coords = slide(tiles, device)
+
+    def encoder(name: str) -> Any:
+        weights = slide_weights(layers)
+        if name != RIVAL:
+            model = load_gigapath(weights).to(device)
+            return partial(tile_attention, model, x, coords) if name == TILES else partial(model, x, coords)
+        weights = {name: tensor.to(device) for name, tensor in weights.items()}
+        options = released.Attention(HEADS, PATTERN.segment_lengths, PATTERN.dilation_rates)
+        sines = grid_sines(coords // 256, GRID, WIDTH)  # the released code keeps a table of them
+        return partial(released.gigapath, weights, x, sines, options)
+
+    return {name: torch.no_grad()(encoder(name)) for name in names}
 
 
 def slide_parameters(seq_len: int, layers: int) -> dict[str, Any]:
