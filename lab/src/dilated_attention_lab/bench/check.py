@@ -33,6 +33,7 @@ DILATED = Case(
 ONE = replace(DILATED, seq_len=1024, segment_lengths=(1024,), dilation_rates=(1,))
 SMALL = replace(DILATED, heads=8, dtype="bfloat16")
 BLOCKS = replace(DILATED, method="block-sparse", blocks="local", density=0.1)
+WORDS = contender(lambda: [str(i) for i in range(10_000)])
 
 TIME_MARGIN = 0.3
 COUNT_MARGIN = 0.02
@@ -98,8 +99,7 @@ def _over(case: Case, method: Method, phase: str = "forward") -> Callable[[float
 
 def _plan(limit: float) -> float:
     make, _ = planning(DOUBLING, 12, 1 << 30)
-    words = contender(lambda: [str(i) for i in range(10_000)])
-    return fastest_ratio(contender(make), words, "forward", limit, patience=2.0)
+    return fastest_ratio(contender(make), WORDS, "forward", limit, patience=2.0)
 
 
 def _profile(case: Case, backward: bool = False) -> Profile:
@@ -136,14 +136,13 @@ def _host(backward: bool) -> Callable[[float], float]:
 
     def measure(limit: float) -> float:
         serving = replace(table.BACKENDS["triton"], refusal=lambda facts: None)
-        words = contender(lambda: [str(i) for i in range(10_000)])
         work = replace(SMALL, backend="triton").contender(CPU, backward=backward)
         with (
             patch.dict(table.BACKENDS, triton=serving),
             patch.object(triton, "run", lambda kernel, programs, **arguments: _Launched()),
             patch.object(triton, "architecture", lambda device: "sm_90"),
         ):
-            return fastest_ratio(contender(lambda: list(work())), words, "forward", limit, patience=2.0)
+            return fastest_ratio(contender(lambda: list(work())), WORDS, "forward", limit, patience=2.0)
 
     return measure
 
