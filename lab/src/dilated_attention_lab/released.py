@@ -109,10 +109,9 @@ def _xpos(x: Tensor, inverse: bool) -> Tensor:
     """
     seq, dim = x.shape[1], x.shape[3]
     channel = torch.arange(0, dim, 2, device=x.device)
-    scale = ((channel + 0.4 * dim) / (1.4 * dim)) ** ((torch.arange(seq, device=x.device) - (seq + 1) // 2) / 512)[
-        :, None
-    ]
-    angle = torch.arange(seq, device=x.device)[:, None] / 10_000 ** (channel / dim)
+    position = torch.arange(seq, device=x.device)[:, None]
+    scale = ((channel + 0.4 * dim) / (1.4 * dim)) ** ((position - (seq + 1) // 2) / 512)
+    angle = position / 10_000 ** (channel / dim)
     scale = 1 / scale if inverse else scale
     sin, cos = ((f(angle) * scale).repeat_interleave(2, 1)[:, None] for f in (torch.sin, torch.cos))
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
