@@ -230,13 +230,12 @@ class LongNetLM(LongNetStack):
     def _read(
         self, source: Tensor | None, source_lengths: Sequence[int] | Tensor | None, *, keep: bool = False
     ) -> tuple[Source | None, Tensor | None]:
-        crosses = any(isinstance(x, CrossAttention) for x in self.modules())
-        if source is None or not crosses:
-            if source is None and not crosses:
-                return None, None
+        if (source is None) == any(isinstance(x, CrossAttention) for x in self.modules()):
             raise ValueError(
                 "source: a decoder with cross_attention needs the encoder's states, and no other takes them"
             )
+        if source is None:
+            return None, None
         mask = None
         if source_lengths is not None:
             counts = checked_lengths(source_lengths, source.shape[0], source.shape[1])
