@@ -136,9 +136,8 @@ def _read_file(path: Path) -> Any:
             with torch.serialization.safe_globals([Namespace]):  # of a command's options, which training scripts keep
                 return torch.load(file, map_location="cpu", mmap=False, weights_only=True)
     except PICKLE_ERRORS as error:
-        reason = _reason(error)
         raise ValueError(
-            f"{path}: damaged, or a pickle of more than plain tensors, which is never run ({reason}); "
+            f"{path}: damaged, or a pickle of more than plain tensors, which is never run ({_reason(error)}); "
             "save the model's state_dict alone"
         ) from error
 

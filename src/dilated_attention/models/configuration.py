@@ -275,8 +275,7 @@ class LongNetConfig(Configuration):
     compat: Literal["torchscale"] | None = None
 
     def __post_init__(self) -> None:
-        optional = ("vocab_size", "num_kv_heads", "mlp_dim")
-        require_integers(self, "embed_dim", optional=optional)
+        require_integers(self, "embed_dim", optional=("vocab_size", "num_kv_heads", "mlp_dim"))
         require_integers(self, "num_layers", "num_heads", most=MOST)
         require_booleans(self, "sub_ln", "bias", "final_norm", "tie_embeddings")
         require_number(self, "rope_base", 1)
@@ -308,8 +307,7 @@ class LongNetConfig(Configuration):
                     f"compat={self.compat!r}: needs a pattern of Dilated without head groups; got {self.pattern}"
                 )
             if dilated.offsets == "head":
-                head_block = dataclasses.replace(dilated, offsets="head_block", compat=None)
-                object.__setattr__(self, "pattern", head_block)
+                object.__setattr__(self, "pattern", dataclasses.replace(dilated, offsets="head_block", compat=None))
 
     def _check_selection(self) -> None:
         if not isinstance(self.selection, (NativeSparse, BlockMixture)):

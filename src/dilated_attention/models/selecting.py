@@ -20,9 +20,8 @@ class SelectedAttention(nn.Module):
     def __init__(self, config: LongNetConfig, backend: str) -> None:
         super().__init__()
         assert config.selection is not None
-        options = {"bias": config.bias, "backend": backend}
         self.selected: NativeSparseAttention | BlockAttentionMixture = config.selection.module(
-            config.embed_dim, config.num_heads, config.kv_heads, **options
+            config.embed_dim, config.num_heads, config.kv_heads, bias=config.bias, backend=backend
         )
 
     def forward(
