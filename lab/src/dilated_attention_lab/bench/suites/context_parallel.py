@@ -87,8 +87,7 @@ def _single(case: Case, rounds: int) -> Iterator[Row]:
     ratio = Spread.of_ratios(found["mesh"], found["no mesh"])
     times = {name: Spread.of(found[name]) for name in ("mesh", "no mesh")}
     yield Row.of("forward+backward: a mesh of one rank over no mesh", case.parameters, ratio, bar=1.02, times=times)
-    transfers = float(found["transfers"])
-    yield Row("a mesh of one rank: counted transfers", case.parameters, transfers, "transfers", bar=0.0)
+    yield Row("a mesh of one rank: counted transfers", case.parameters, float(found["transfers"]), "transfers", bar=0.0)
 
 
 def _scaling(case: Case, number: int, rounds: int) -> Iterator[Row]:

@@ -118,7 +118,7 @@ def part_2(machine: Machine) -> list[Group]:
         for kernel, d in product(kernels.CANDIDATES, (128, 64))
     }
     cases["forward over lists"] = "forward", lists
-    found = [
+    return [
         Group("shapes of tiles", 100, [Job(label, partial(kernels.compiled, *x, device)) for label, x in cases.items()],
               CORES),
         *(Group(f"tiles of {label}", 30, [Job(label, partial(kernels.tile_shapes, *x, device, 8.0))])
@@ -128,7 +128,6 @@ def part_2(machine: Machine) -> list[Group]:
             for keys, d in ((512, 128), (4096, 128), (512, 64))
         ]),
     ]  # fmt: skip
-    return found
 
 
 def part_3(machine: Machine) -> list[Group]:

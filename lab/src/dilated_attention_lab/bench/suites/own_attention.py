@@ -211,8 +211,7 @@ def _gemma_tokens(device: torch.device, seq_len: int) -> Step:
             read()
             return work
 
-        contenders = {name: contender(name) for name in (OURS, "sdpa")}
-        rounds = measure.interleave(contenders, seconds=60, device=device)
+        rounds = measure.interleave({name: contender(name) for name in (OURS, "sdpa")}, seconds=60, device=device)
         yield over(rounds, OURS, "sdpa", "16 new tokens", parameters, title, bar=1.0)
 
     return Step(f"Gemma 3 270M, new tokens after {seq_len:,}", partial(_of_gemma, title, parameters, device, rows))

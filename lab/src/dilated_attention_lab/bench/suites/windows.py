@@ -36,8 +36,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         inputs = partial(_inputs, device, dtype, head_dim)
         label = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}"
         for keys in (512,) if quick else (512, 1024, 4096):
-            window = Window(keys - 1)
-            found.append(_over_dense(f"{keys:,} keys, {label}", window, True, seq_len, inputs, 0.75, budget))
+            found.append(_over_dense(f"{keys:,} keys, {label}", Window(keys - 1), True, seq_len, inputs, 0.75, budget))
         both = Window(64)
         found.append(_over_dense(f"64 keys to each side, {label}", both, False, seq_len // 2, inputs, 1.2, budget / 2))
     inputs = partial(_inputs, device, torch.float32, 64)
