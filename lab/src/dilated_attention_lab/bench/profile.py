@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -111,7 +111,11 @@ def profile(call: Callable[[], object], device: torch.device, trace: Path | None
 
 def _record(call: Callable[[], object], device: torch.device) -> torch.profiler.profile:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with _marked(), torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as recorded:
+    recorded = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    with ExitStack() as stack:
+        for place, stage in STAGES.items():
+            stack.enter_context(patch.object(*place, _under(_MARK + stage, getattr(*place))))
+        stack.enter_context(recorded)
         with record_function(_MARK + "all"):
             call()
         synchronize(device)
@@ -121,14 +125,6 @@ def _record(call: Callable[[], object], device: torch.device) -> torch.profiler.
 def _total(recorded: torch.profiler.profile) -> float:
     """Return the milliseconds of the profiled call."""
     return next(e.cpu_time_total for e in recorded.events() or () if e.name == _MARK + "all") / 1e3
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    with ExitStack() as patches:
-        for place, stage in STAGES.items():
-            patches.enter_context(patch.object(*place, _under(_MARK + stage, getattr(*place))))
-        yield
 
 
 def _under(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
