@@ -99,28 +99,14 @@ WHOLE = Size(
     questions=16,
     most_steps=recall.MOST_STEPS,
     texts=(
-        Text(
-            context=8192,
-            segments=(1024, 1408, 8192),
-            window=1536,
-            num_selected=16,
-            top_k=6,
-            steps=400,
-            seconds=60.0,
-        ),
-        Text(
-            context=32768,
-            segments=(2048, 2816, 32768),
-            window=3584,
-            num_selected=32,
-            top_k=14,
-            steps=200,
-            seconds=240.0,
-        ),
+        Text(context=8192, segments=(1024, 1408, 8192), window=1536, num_selected=16, top_k=6,
+             steps=400, seconds=60.0),
+        Text(context=32768, segments=(2048, 2816, 32768), window=3584, num_selected=32, top_k=14,
+             steps=200, seconds=240.0),
     ),
     seeds=3,
     held_out=32,
-)
+)  # fmt: skip
 QUICK = Size(
     lengths=(512,),
     questions=1,
