@@ -181,12 +181,7 @@ def _text(console: Console, split: Split, seconds: float, seed: int, device: tor
         for context in (*CONTEXTS, CONTEXT):
             bits[context] = bits_per_byte(model, held_out.to(device), context)
             advance(1, f"{context:,} bytes of context")
-    return {
-        "text_bytes": sum(len(x) for x in read),
-        "text_seconds": spent,
-        "table_bits": table_bits,
-        "bits": bits,
-    }
+    return {"text_bytes": sum(len(x) for x in read), "text_seconds": spent, "table_bits": table_bits, "bits": bits}
 
 
 def train(console: Console, model: NgramLM, split: Split, seconds: float, seed: int) -> tuple[list[Tensor], float]:
