@@ -189,13 +189,10 @@ class LongNetStack(Pretrained):
         another; states are 0 at padding. With cu_seqlens the samples are packed already, and the result is packed too.
 
         Args:
-            positions, seq_len: as in `LongNetEncoder.forward`.
+            positions, seq_len, first_only: as in `LongNetEncoder.forward`.
             cache: a new cache, which gets the keys and values of these tokens.
-            first_only: return each sample's first token alone, `(batch, 1, embed_dim)`, or `(1, samples, embed_dim)`
-                for packed samples; the last block computes nothing else. Only without lengths and all_layers.
             sources: `source` and `source_mask` of cross-attention.
         """
-        assert not (first_only and (all_layers or lengths is not None))
         batch, seq, width = x.shape
         if self.mesh is not None:
             for name, given in (("lengths", lengths), ("source", sources.get("source"))):
