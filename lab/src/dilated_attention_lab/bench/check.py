@@ -170,11 +170,7 @@ GUARDS = (
 
 
 def check(guard: Guard, baseline: Mapping[str, float]) -> Verdict:
-    """Measure a guard's figure on one thread, and return it with its figure in `baseline`, if there is one.
-
-    The limit to measure down to is that figure times 1 + margin. Without one it is 0, so a ratio of times is measured
-    until the patience of `fastest_ratio` is over.
-    """
+    """Measure a guard's figure on one thread, and return it with its figure in `baseline`, if there is one."""
     held = baseline.get(guard.name)
     limit = 0.0 if held is None else held * (1 + guard.margin)
     threads = torch.get_num_threads()

@@ -68,10 +68,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
 
 
 def bar(kind: str | None, density: float) -> float:
-    """Return the largest allowed ratio of time to dense attention's. density: of the layout.
-
-    It is larger for the `kind` "random" than for all others, None included.
-    """
+    """Return the largest allowed ratio of time to dense attention's. kind, density: of the layout's blocks."""
     return 1.5 * density + 0.04 if kind == "random" else 1.25 * density + 0.02
 
 
