@@ -168,11 +168,11 @@ class Agreed:
     """Hold what is known about the calls with one description (`Link.agree`), once all ranks have compared it.
 
     Attributes:
-        wanted: whether some rank wants gradients.
+        wanted: whether some rank has wanted gradients, in calls that can have them.
         layers: by layer name, the numbering of this rank's forwards of that layer in these calls.
     """
 
-    wanted: bool = False  # whether some rank has wanted gradients, in calls that can have them
+    wanted: bool = False
     layers: dict[str, Forwards] = field(default_factory=dict)
 
 
@@ -273,11 +273,7 @@ class Link:
         return self._begin(name, self._functions, number)
 
     def begin(self, layer: str, number: int | None = None) -> int:
-        """Begin a forward or backward of attention: put its layer and number into its seals, and return the number.
-
-        Args:
-            number: in a backward, the number that its forward got; default: a new one.
-        """
+        """Begin a forward or backward of attention: put its layer and number (see `enter`) into its seals."""
         return self._begin(layer, self._agreed[self.fingerprint].layers, number)
 
     def _begin(self, name: str, forwards: dict[str, Forwards], number: int | None) -> int:
@@ -482,10 +478,7 @@ class Link:
         return self.fingerprint ^ self._call ^ fingerprint(what)
 
     def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """Return a receive buffer whose seals are invalid, because fresh memory may hold the seals of an older call.
-
-        `buffer`: the buffer to use; None: a new one, with rows like those of `like`.
-        """
+        """Return a receive buffer whose seals are invalid, because fresh memory may hold the seals of an older call."""
         buffer = like.new_empty(received.rows, *like.shape[1:]) if buffer is None else buffer
         self._write_seals(buffer, received, (0, 0))
         return buffer
@@ -493,11 +486,7 @@ class Link:
     def started(
         self, works: list[dist.Work], buffer: Tensor, sent: Framing, received: Framing, seal: tuple[int, int], what: str
     ) -> Transfer:
-        """Return the `Transfer` of operations that have been started, and add it to the traffic counts.
-
-        `works`: the operations. `buffer`: where the messages arrive, framed as `received`. `sent`: the framing of what
-        leaves. `seal`: the seal that each received message must have.
-        """
+        """Return the `Transfer` of operations that have been started, and add it to the traffic counts."""
         row_bytes = buffer.shape[1:].numel() * buffer.element_size()
         out, into = sent.without(self.rank), received.without(self.rank)
         self.traffic.bytes_sent += row_bytes * out.rows

@@ -416,11 +416,9 @@ def account(
 
 
 def refuse(mesh: Any, error: ValueError, q: Any) -> None:
-    """Refuse a call on this rank (`Link.refuse`).
+    """Refuse a call on this rank with the message of `error` (`Link.refuse`). `q` gives the device.
 
-    In the group's first call, every rank raises the message of `error`. In later calls only this rank raises it; ranks
-    that wait for this rank raise an error that quotes it. Return without an error if `mesh` is no group of several
-    ranks. `q` gives the device.
+    Return without an error if `mesh` is no group of several ranks.
     """
     if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         return

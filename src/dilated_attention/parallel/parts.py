@@ -54,10 +54,7 @@ def on_device(table: Integers, device: torch.device) -> Tensor:
 
 
 def locate(held: Integers, wanted: Integers) -> Integers:
-    """Return the positions of the row keys `wanted` in `held`, a list of distinct row keys in any order.
-
-    A row key is token * kv_heads + head.
-    """
+    """Return the positions of the row keys `wanted` in `held`, a list of distinct row keys in any order."""
     order = np.argsort(held)
     where = order[np.searchsorted(held, wanted, sorter=order)]
     assert (held[where] == wanted).all()
@@ -139,10 +136,9 @@ class Gather(Counted):
 
 @dataclass(frozen=True)
 class Own(Counted):
-    """Say which of the shard's rows a buffer holds.
+    """Say which of the shard's rows a buffer of `size` rows holds, which the rank sends.
 
-    The rank sends the buffer. It has `size` rows. Row `positions[i]` holds row `index[i]` of
-    the shard, numbered token * kv_heads + head. Any other rows are room for seals or padding.
+    Row `positions[i]` holds row `index[i]` of the shard. Any other rows are room for seals or padding.
     """
 
     index: Tensor
@@ -204,10 +200,7 @@ class Local(Counted):
             yield gather.part(*rows)
 
     def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
-        """Yield the parts, take back each part's (dk, dv), and return their sums for the shard's rows, contiguous.
-
-        The sums have the dtype that `statistic` returns.
-        """
+        """Yield the parts, take back each part's (dk, dv), and return their sums for the shard's rows, contiguous."""
         dtype = statistic(k.dtype)
         dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
         rows = _shard_rows(k, v) if self.crossing else ()

@@ -60,10 +60,7 @@ class _Round(Counted):
             yield gather.part(*rows.unbind(1))
 
     def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
-        """Yield the parts that read the buffer `rows`, take back each one's (dk, dv), and return their sums.
-
-        The sums have the shape of `rows`, and the dtype that `statistic` returns.
-        """
+        """Yield the parts that read the buffer `rows`, take back each one's (dk, dv), and return their sums."""
         sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
         for gather in self.gathers:
             gather.scatter((yield gather.part(*rows.unbind(1))), *sums.unbind(1))
