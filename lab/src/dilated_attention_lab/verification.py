@@ -183,8 +183,6 @@ def _layout_of_heads(seq_len: int, heads: int) -> BlockLayout:
     return BlockLayout.from_mask(chosen, seq_len, 64)
 
 
-# ---- `info --check`
-
 LEFT_OUT = (
     "a window to both sides",
     "rows in no branch",

@@ -269,8 +269,6 @@ class NativeSparseAttention(SelectingAttention):
             mixed = torch.addcmul(mixed, out, gate)
         return self.output(mixed.flatten(-2))
 
-    # ---- the compressed branch
-
     def _compressed_keys(self, k: Tensor, rotary: Tables | None) -> Tensor:
         key = self.key_pooling(k)
         return key if rotary is None or not key.shape[1] else rotate(key, rotary[-2:])
@@ -320,8 +318,6 @@ class NativeSparseAttention(SelectingAttention):
         out = out.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)
         left = first - before
         return F.pad(out, (0, 0, 0, 0, left, seq_len - left - out.shape[1]))  # a negative number takes rows away
-
-    # ---- the cache
 
     def _remember(self, cache: SelectionCache, *rows: Tensor) -> None:
         """Append new tokens to the cache; `rows` are the keys and the values of each branch in turn."""

@@ -60,9 +60,6 @@ def refused(group: Group, job: Job, reason: str) -> Row:
     return Row(failed(group.label), {"job": job.label}, None, "", refused=reason)
 
 
-# ---- in a job's process
-
-
 def serve(group: Group, job: Job, write: Callable[[str], object]) -> None:
     """Run a job in this process, which is the job's own. Call `write` with a line of JSON for each row; if the job
     fails, then also for a row that names `group` and the reason."""
@@ -78,9 +75,6 @@ def rows_apart_from_output() -> TextIO:
     rows = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return rows
-
-
-# ---- in the process that starts them
 
 
 def run_apart(group: Group, command: Callable[[Job], Sequence[str]]) -> Iterator[Row]:

@@ -33,9 +33,6 @@ def _largest_error(name: str, parameters: dict[str, Any], errors: dict[str, floa
     return Row(f"{name}: largest relative error", parameters, errors[worst], f"({worst})", bar=BARS[dtype])
 
 
-# ---- what is timed
-
-
 def as_timed(case: Case, label: str) -> Check:
     """Return a check of a case, shortened to at most 2,048 tokens for the oracle. It launches the same kernels.
 
@@ -63,9 +60,6 @@ def boxed(check: Check, device: torch.device) -> Iterator[Row]:
     with patch.object(triton, "LEAST_BOXED", 0), patch.object(triton.Boxed, "of", wraps=triton.Boxed.of) as made:
         yield from correctness(replace(check, name=f"{check.name}, in boxes"), "triton", device)
     assert made.called, "the kernel does not serve this check"
-
-
-# ---- what `attention` alone does not reach
 
 
 def elsewhere(device: torch.device) -> Iterator[Row]:

@@ -78,9 +78,6 @@ def _serve(request: dict[str, Any]) -> None:
     groups.serve(group, job, lambda line: print(line, file=rows, flush=True))
 
 
-# ---- the parts
-
-
 def part_1(machine: Machine) -> list[Group]:
     """Return the jobs that show whether the kernels are right and fast enough to go on: check those that are timed,
     time them, then check everything else."""
@@ -161,9 +158,6 @@ def part_3(machine: Machine) -> list[Group]:
 
 
 PARTS: dict[int, Callable[[Machine], list[Group]]] = {1: part_1, 2: part_2, 3: part_3}
-
-
-# ---- their jobs
 
 
 def ceilings(device: torch.device) -> Iterator[Row]:
