@@ -360,7 +360,8 @@ def load_longvit(
             "the checkpoint does not fit LongViT: of another shape: "
             f"{part}patch_embed.proj.weight {tuple(kernel.shape)}, {part}pos_embed {tuple(table.shape)}"
         )
-    image_size = side * kernel.shape[2]
+    _, in_chans, patch_size, _ = kernel.shape
+    image_size = side * patch_size
     if segment_lengths is None:
         if image_size not in SEGMENTS:
             raise ValueError(f"image size {image_size}: not of a released model; give segment_lengths")
@@ -376,11 +377,7 @@ def load_longvit(
         taken.layer("norm", "fc_norm", dim)
         taken.layer("head", "head", classes, dim)
     config = LongViTConfig(
-        image_size=image_size,
-        patch_size=kernel.shape[2],
-        in_chans=kernel.shape[1],
-        num_classes=classes,
-        encoder=encoder,
+        image_size=image_size, patch_size=patch_size, in_chans=in_chans, num_classes=classes, encoder=encoder
     )
     return taken.fill(LongViT.empty(config, backend=backend), "LongViT", surplus)
 

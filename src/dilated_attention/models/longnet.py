@@ -370,12 +370,9 @@ class LongNetLM(LongNetStack):
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
         check_sampling(temperature, top_k, top_p)
         require_tokens(tokens)
+        max_len = tokens.shape[1] + max_new_tokens
         first, cache = self.prefill(
-            tokens,
-            lengths=lengths,
-            max_len=tokens.shape[1] + max_new_tokens,
-            source=source,
-            source_lengths=source_lengths,
+            tokens, lengths=lengths, max_len=max_len, source=source, source_lengths=source_lengths
         )
         draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         return self._continued(first, cache, max_new_tokens, draw, stop_token)
