@@ -65,8 +65,7 @@ Series = Mapping[str, tuple[str, str, Sequence[tuple[float, float]]]]
 def _panels(*panels: tuple[Series, dict[str, Any]], size: float = 4.5) -> Figure | None:
     """Draw series side by side with logarithmic y axes; None if there is nothing to draw.
 
-    panels: for each plot its series (label -> line style, grey, points), and settings for `Axes.set`. size: width of
-    one panel in inches.
+    panels: for each plot its series, and settings for `Axes.set`. size: width of one panel in inches.
     """
     if not any(points for series, _ in panels for *_, points in series.values()):
         return None

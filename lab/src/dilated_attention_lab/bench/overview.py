@@ -235,10 +235,7 @@ def dense(results: Path) -> list[Panel]:
 
 
 def _by_machine(results: Path, name: str, label: str, **wanted: Any) -> Panel:
-    """Return a panel of bars: the figure called `name` in float32 and bfloat16 on every machine.
-
-    label: what is timed, for the y axis. wanted: further parameters that the rows must have.
-    """
+    """Return a panel of bars: the figure called `name` in float32 and bfloat16 on every machine."""
     series = []
     for dtype in ("float32", "bfloat16"):
         values: dict[str, float] = {}

@@ -168,10 +168,7 @@ def _run(options: argparse.Namespace, watch: Watch | None = None, received: Sequ
 def _connect(
     options: argparse.Namespace, kept: Mapping[str, Any], watch: Watch | None, continues: bool
 ) -> Ranks | None:
-    """Connect the processes of a run after checking that their options and versions agree; None for one process.
-
-    kept: what `session.chosen_options` returned. continues: whether this resumes a run.
-    """
+    """Connect the processes of a run after checking that their options and versions agree; None for one process."""
     require_divisor(options.context_parallel, 1 if watch is None else watch.size)
     if watch is None:
         return None

@@ -132,11 +132,7 @@ class Checkpoint:
 
 
 def _copy(opened: Any, where: str, name: str, first: int, rows: int, piece: Piece) -> None:
-    """Copy the rows of a shard that lie in the piece.
-
-    opened: the open file. where: names file and tensor in an error. first, rows: the first row of the shard, and how
-    many it has.
-    """
+    """Copy the rows of a shard, `rows` from `first` on, that lie in the piece. where: names it in an error."""
     stored = opened.get_slice(name)
     shape = (rows, *piece.shape[1:]) if piece.shape else ()
     if tuple(stored.get_shape()) != shape:
@@ -209,10 +205,7 @@ def _write_index(
 
 
 def _shards(folder: Path, files: Mapping[str, str]) -> dict[str, list[tuple[str, int, int]]]:
-    """Return the shards of each tensor, (file, first row, number of rows), in the order of ranks and so of rows.
-
-    files: the names of the shard files, as keys.
-    """
+    """Return the shards of each tensor, (file, first row, number of rows), in the order of ranks and so of rows."""
     found: dict[str, list[tuple[str, int, int]]] = {}
     for name in files:
         with storage.open_tensors(folder / name) as opened:

@@ -239,9 +239,7 @@ def window(keys: int, case: Case, device: torch.device, budget: float) -> Iterat
     """Compare triton's causal window of `keys` keys with FlashAttention's own, forward and backward.
 
     Yield the largest difference of their outputs; for each of them, and for dense calls, the rate of a matrix product
-    divided by its rate of useful work; then the ratio of their times.
-
-    case: the dense case whose inputs are used.
+    divided by its rate of useful work; then the ratio of their times. case: the dense calls.
     """
     ours, rival = "triton", "FlashAttention's window"
     seen, (q, k, v) = Window(keys - 1), case.inputs(device)[0]

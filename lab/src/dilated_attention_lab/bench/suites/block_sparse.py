@@ -241,9 +241,7 @@ def _quality(
 ) -> Iterator[Row]:
     """Yield for each selector the attention mass that it loses, and the relative error of the output.
 
-    The mass lost is a share of what the best lists of equal length hold, 1 - `captured`.
-
-    found: q, k, v of each layer. bars: bars for the mass lost, by selector.
+    The mass lost is a share of what the best lists of equal length hold, 1 - `captured`. bars: for it, by selector.
     """
     q = found[0][0]
     case = replace(SPARSE, batch=q.shape[0], seq_len=q.shape[1], heads=q.shape[2], head_dim=q.shape[3])

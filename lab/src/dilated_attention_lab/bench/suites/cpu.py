@@ -136,10 +136,7 @@ def _beside(case: Case, rival: Any, bars: Bars, budget: float) -> Step:
 
 
 def _blocks(base: Case, budget: float) -> Step:
-    """Compare the C++ kernels' time for blocks of 128 tokens with dense attention's time multiplied by their density.
-
-    base: the case to take all but the method and the blocks from.
-    """
+    """Compare the C++ kernels' time for blocks of 128 tokens with dense attention's time, times their density."""
     sparse = {
         f"{blocks} {density:.0%}": replace(base, method="block-sparse", blocks=blocks, density=density)
         for blocks, density in LAYOUTS

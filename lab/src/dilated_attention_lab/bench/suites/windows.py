@@ -72,10 +72,7 @@ def windowed(window: Window, is_causal: bool, backend: str = "auto") -> Attend:
 def _over_dense(
     label: str, window: Window, is_causal: bool, seq_len: int, inputs: Inputs, bar: float, budget: float
 ) -> Step:
-    """Compare a window's time per score entry with PyTorch's dense call over the same tokens.
-
-    label: what the progress bar calls the window.
-    """
+    """Compare a window's time per score entry with PyTorch's dense call over the same tokens."""
 
     def run() -> Iterator[Row]:
         q, k, v = inputs(seq_len)
