@@ -256,22 +256,11 @@ def read_arguments(
     return None
 
 
-def attend(
-    shown: Shown,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    dropout_p: float = 0.0,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Return the attention of q `(batch, queries, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`.
 
-    The result is shaped like q, with the head_dim of v.
+    The result is shaped like q, with the head_dim of v. options: scale, dropout_p, sinks and softcap of `attention`.
     """
-    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "sinks": sinks, "softcap": softcap}
     if shown.samples is not None:
         return _attend_packed(shown, q, k, v, options)
     if shown.blocks is not None:
@@ -285,7 +274,7 @@ def attend(
     k, v = k[:, seen], v[:, seen]
     if is_for_operator(shown, q, k, options):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, scale=options["scale"], enable_gqa=True).transpose(1, 2)
     hidden = None if shown.hidden is None else shown.hidden[:, seen]
     start = shown.k_start + seen.start
     pattern, origin = _pattern(shown, start, k.shape[1])
@@ -306,7 +295,8 @@ def is_for_operator(shown: Shown, q: Tensor, k: Tensor, options: dict[str, Any])
     """Return whether PyTorch's operator computes a layer: one new token without padding, on a CPU. It reads keys once
     for each query head, this library once for each KV head."""
     whole = shown.is_causal or shown.window is shown.chunk is None
-    plain = not options["dropout_p"] and options["sinks"] is options["softcap"] is shown.hidden is shown.samples is None
+    others = options.get("sinks"), options.get("softcap"), shown.hidden, shown.samples
+    plain = not options.get("dropout_p") and all(x is None for x in others)
     keys = shown.visible.stop - shown.visible.start
     saved = 2 * (q.shape[2] - k.shape[2]) * keys * k.shape[3] * k.element_size()
     return shown.queries == 1 and whole and plain and q.device.type == "cpu" and saved < LEAST_SAVED
