@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -101,9 +100,8 @@ def convert(
 
 
 def _tokens_in_place(model: Pretrained, tokens: int) -> int:
-    config = json.loads(model.config.to_json())
-    pattern = (config.get("encoder") or config)["pattern"]
-    branches = zip(pattern["segment_lengths"], pattern["dilation_rates"], strict=True)
+    pattern = getattr(model.config, "encoder", model.config).pattern
+    branches = zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
     return min([tokens, *(segment - 1 for segment, rate in branches if segment % rate and segment > 1)])
 
 
