@@ -50,6 +50,6 @@ def held_mesh(mesh: Mesh | None) -> DeviceMesh | None:
     return DeviceMesh.from_group(group, "cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
-def mesh_size(mesh: Mesh) -> int:
-    """Return the number of ranks that share a sequence."""
-    return dist.get_world_size(context_group(mesh))
+def mesh_size(mesh: Mesh | None) -> int:
+    """Return the number of ranks that share a sequence; 1 without a mesh."""
+    return 1 if mesh is None else dist.get_world_size(context_group(mesh))

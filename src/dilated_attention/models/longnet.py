@@ -77,7 +77,7 @@ class LongNetAttention(Pretrained):
             seq_len: over a mesh, the length of the whole sequence; None: equal shards.
         """
         warn_of_layout(x)
-        whole = x.shape[1] * mesh_size(self.mesh) if self.mesh is not None and seq_len is None else seq_len
+        whole = x.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
         places = places_of(self.config, self.mesh, x, None, None, whole)
         return self.attention(x, tables_of(self.config, places, x), is_causal, seq_len=seq_len)
 

@@ -113,8 +113,7 @@ class DilatedAttention(nn.Module):
         seq_len: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         seq_len = self.seq_len if seq_len is None else seq_len
-        ranks = 1 if self.mesh is None else mesh_size(self.mesh)
-        whole = q.shape[1] * ranks if seq_len is None else seq_len
+        whole = q.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
         return attention(
             q,
             k,
