@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,25 +34,16 @@ def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM
     return model.to(device)
 
 
-def write(
-    model: LongNetLM,
-    prompt: bytes,
-    length: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-) -> Iterator[str]:
+def write(model: LongNetLM, prompt: bytes, length: int, *, seed: int = 0, **options: Any) -> Iterator[str]:
     """Return an iterator over `length` sampled bytes after `prompt`, as readable text, one character at a time.
 
-    The prompt is read, and wrong arguments raise ValueError, in this call, before the iterator is used. temperature,
-    top_k, top_p: as in `dilated_attention.models.sample`.
+    The prompt is read, and wrong arguments raise ValueError, in this call, before the iterator is used. options:
+    temperature, top_k and top_p, as in `dilated_attention.models.sample`.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    drawn = model.stream(tokens, length, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    drawn = model.stream(tokens, length, generator=generator, **options)
 
     def pieces() -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
