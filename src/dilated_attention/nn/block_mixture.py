@@ -76,9 +76,7 @@ class BlockAttentionMixture(SelectingAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            embed_dim, num_heads, num_kv_heads, block_size=block_size, query_block=query_block, backend=backend
-        )
+        super().__init__(embed_dim, num_heads, num_kv_heads, block_size, query_block, backend)
         self.top_k = checks.positive("top_k", top_k)
         self.choice = MixtureChoice(self.block_size, self.query_block, self.top_k)
         factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}

@@ -175,9 +175,7 @@ class NativeSparseAttention(SelectingAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            embed_dim, num_heads, num_kv_heads, block_size=block_size, query_block=query_block, backend=backend
-        )
+        super().__init__(embed_dim, num_heads, num_kv_heads, block_size, query_block, backend)
         compress_block = checks.positive("compress_block", compress_block)
         compress_stride = checks.positive("compress_stride", compress_stride)
         if compress_block % compress_stride:

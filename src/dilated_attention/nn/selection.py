@@ -291,14 +291,7 @@ class SelectingAttention(nn.Module):
     choice: BlockChoice
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_kv_heads: int | None,
-        *,
-        block_size: int,
-        query_block: int,
-        backend: str,
+        self, embed_dim: int, num_heads: int, num_kv_heads: int | None, block_size: int, query_block: int, backend: str
     ) -> None:
         super().__init__()
         embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
