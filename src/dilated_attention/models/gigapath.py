@@ -181,17 +181,12 @@ class GigaPathSlideEncoder(Pretrained):
 
         The list holds the last states only, or with all_layers the layers + 2 states that `LongNetEncoder` returns.
         """
-        states, counts = self._states(x, coords, lengths, all_layers)
+        states, counts = self._states(x, coords, lengths, all_layers, first_only=False)
         kept = within([count + 1 for count in counts], x.shape[1] + 1, x.device)
         return [padded(state, kept) for state in states]
 
     def _states(
-        self,
-        x: Tensor,
-        coords: Tensor,
-        lengths: Sequence[int] | Tensor | None,
-        all_layers: bool,
-        first_only: bool = False,
+        self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None, all_layers: bool, first_only: bool
     ) -> tuple[list[Tensor], list[int]]:
         """Return the states that `tokens` lists, packed as `(1, tokens, embed_dim)`, and each slide's number of tiles.
 
