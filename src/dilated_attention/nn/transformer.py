@@ -195,11 +195,9 @@ class Source:
 
     def read(self, layer: CrossAttention) -> tuple[Tensor, Tensor]:
         """Return the keys and values that `layer` computes from the states."""
-        found = self._kept.get(layer)
-        if found is None:
-            found = layer.project(self.states)
-            if self.keep:
-                self._kept[layer] = found
+        found = self._kept.get(layer) or layer.project(self.states)
+        if self.keep:
+            self._kept[layer] = found
         return found
 
 
