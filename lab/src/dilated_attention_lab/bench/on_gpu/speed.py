@@ -317,10 +317,7 @@ def threshold(device: torch.device, budget: float, case: Case = SMALL, lengths: 
             yield Row.of(f"{phase}: triton over native", case.parameters, ratio, times=times)
     slow = [i for i, (_, better) in enumerate(faster) if not better]
     first = slow[-1] + 1 if slow else 0
-    here = triton.architecture(device)
-    name = f"`least` of {here} in RULES of backends/triton.py"
-    unit, why = "score entries x head_dim", "triton is not faster than native at any length measured"
-    if first < len(faster):
-        yield Row(name, case.parameters, float(faster[first][0]), unit)
-    else:
-        yield Row(name, case.parameters, None, unit, refused=why)
+    name = f"`least` of {triton.architecture(device)} in RULES of backends/triton.py"
+    least = float(faster[first][0]) if first < len(faster) else None
+    why = "triton is not faster than native at any length measured" if least is None else None
+    yield Row(name, case.parameters, least, "score entries x head_dim", refused=why)
