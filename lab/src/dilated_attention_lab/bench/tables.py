@@ -77,16 +77,12 @@ def _rows(request: str, results: Path) -> list[Record]:
 
 
 def _fits(row: Record, wanted: Mapping[str, str]) -> bool:
-    for key, value in wanted.items():
-        if key == "name":
-            if value not in row["name"]:
-                return False
-        elif key == "over":
-            if value not in row.get("over", {}):
-                return False
-        elif key not in row["parameters"] or json.dumps(row["parameters"][key]) not in (value, f'"{value}"'):
-            return False
-    return True
+    holds = {"name": row["name"], "over": row.get("over", {})}
+    words = {key: json.dumps(given) for key, given in row["parameters"].items()}
+    return all(
+        value in holds[key] if key in holds else words.get(key) in (value, f'"{value}"')
+        for key, value in wanted.items()
+    )
 
 
 def verdict(rows: list[Record]) -> str:
