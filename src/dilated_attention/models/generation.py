@@ -307,10 +307,8 @@ class KeyValueCache:
         """
         self._check(max(lengths))
         if packed:
-            starts = [sum(lengths[:i]) for i in range(len(lengths))]
             self.spans = [
-                _Span(slice(i, i + 1), slice(0, 1), start, n, (0, n))
-                for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
+                _Span(slice(i, i + 1), slice(0, 1), sum(lengths[:i]), n, (0, n)) for i, n in enumerate(lengths)
             ]
         else:
             every, held = slice(0, self.batch_size), shard or (0, lengths[0])
