@@ -413,10 +413,8 @@ def _plot(options: argparse.Namespace) -> int:
         documents = [Path("README.md"), Path("docs")] if results == Path("results") else []
         documents = [place for place in documents if place.exists()]
         if Path("docs/measured.md").exists():
-            written += [
-                *overview.draw(results, Path("docs/pictures/measured")),
-                *result_pages.write(results, Path("docs")),
-            ]
+            written += overview.draw(results, Path("docs/pictures/measured"))
+            written += result_pages.write(results, Path("docs"))
     for place in documents:
         files = sorted(place.rglob("*.md")) if place.is_dir() else [place]
         written += [file for file in files if write(file, results)]

@@ -264,9 +264,8 @@ def decoding(results: Path) -> list[Panel]:
         for method in ("dense", "dilated"):
             x, y = _points(_rows(results / EPYC / "model.jsonl", f"decoding, {method}: {name}"), "seq_len")
             series.append(Series(method, x, [value * unit for value in y], method == "dilated"))
-        panels.append(
-            Panel("lines", series, {"xscale": "log", "ylim": (0, None), "xlabel": "position", "ylabel": label})
-        )
+        axes = {"xscale": "log", "ylim": (0, None), "xlabel": "position", "ylabel": label}
+        panels.append(Panel("lines", series, axes))
     return panels
 
 

@@ -129,9 +129,8 @@ def _over_flex(window: Window, seq_len: int, inputs: Inputs, budget: float) -> S
         with torch.no_grad():
             rounds = measure.interleave(contenders, seconds=budget, device=q.device)
         parameters = _parameters(q, before=window.before, after=0, is_causal=True)
-        yield over(
-            rounds, "window", "flex", "forward", parameters, "forward: time over compiled FlexAttention", bar=0.5
-        )
+        title = "forward: time over compiled FlexAttention"
+        yield over(rounds, "window", "flex", "forward", parameters, title, bar=0.5)
 
     return Step(f"window of {window.before + 1} keys over FlexAttention", run)
 
