@@ -249,15 +249,13 @@ class Dilated(_Branched):
                 f"segment_lengths and dilation_rates must have one entry per branch each; "
                 f"got {len(segments)} and {len(rates)}: {list(segments)} and {list(rates)}"
             )
-        offsets: Offsets = self.offsets
-        if isinstance(offsets, str):
-            if offsets not in ("head", "head_block"):
-                raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {offsets!r}')
-        else:
-            table: Any = offsets.tolist() if hasattr(offsets, "tolist") else offsets
-            if not isinstance(table, Sequence) or any(not hasattr(row, "__len__") for row in table):
-                raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {offsets!r}')
-            offsets = tuple([checks.integers("offsets", row) for row in table])
+        offsets: Any = self.offsets
+        offsets = offsets.tolist() if hasattr(offsets, "tolist") else offsets
+        is_table = isinstance(offsets, Sequence) and all(hasattr(row, "__len__") for row in offsets)
+        if offsets not in ("head", "head_block") if isinstance(offsets, str) else not is_table:
+            raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {self.offsets!r}')
+        if not isinstance(offsets, str):
+            offsets = tuple([checks.integers("offsets", row) for row in offsets])
             if len(offsets) != len(segments):
                 raise ValueError(f"offsets has {len(offsets)} rows; it needs one per branch, {len(segments)}")
             for row, rate in zip(offsets, rates, strict=True):
