@@ -80,10 +80,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class _BlockPlan:
-    """Hold the groups of a layout.
-
-    covered: the groups marked `first` hold every query block of every head: out and lse need no initial values.
-    """
+    """Hold the groups of a layout; `covered`: those marked `first` hold every query block of every head."""
 
     groups: tuple[Group, ...]
     covered: bool
@@ -203,16 +200,14 @@ def _row_shapes(layout: BlockLayout, lane: Tensor, key: Tensor) -> list[_Shape]:
 
 
 class _Groups:
-    """Collect `groups`, into which the methods sort the blocks that a layout lists.
-
-    `begun` marks the (head, query block) pairs of all groups so far, `written` those of groups marked `first`.
-    """
+    """Collect `groups`. `begun` marks the (head, query block) pairs of all groups so far, `written` those of groups
+    marked `first`."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
         self.groups: list[Group] = []
         self.begun = torch.zeros(layout.num_heads, layout.query_blocks, dtype=torch.bool, device=layout.device)
-        self.written = self.begun.clone()  # by a group marked `first`
+        self.written = self.begun.clone()
 
     def add(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
         """Add one group of R rows of this shape: row t, numbered lane[t], sees the m key blocks key[t] of `key` (R, m).
@@ -232,10 +227,8 @@ class _Groups:
         self.groups.append(Group(blocks, heads, key, q_tokens, k_tokens, cut, first, row_view, key_view))
 
     def add_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int, k_tokens: int, cut: bool) -> None:
-        """Add a group for each list length: all lanes (see `add`) that see equally many key blocks.
-
-        `lane`, `key`: one entry per lane and key block that it sees, sorted.
-        """
+        """Add a group for each list length. `lane`, `key`: one entry per lane (see `add`) and key block that it sees,
+        sorted."""
         if not len(lane):
             return
         lanes, counts = torch.unique_consecutive(lane, return_counts=True)
@@ -246,10 +239,7 @@ class _Groups:
 
     def add_views_and_lists(self, lane: Tensor, key: Tensor, shape: _Shape, q_tokens: int) -> None:
         """Add groups for whole, unmasked key blocks: runs that recur from row to row (`_families`) as views of k and v,
-        then the rest by `add_lists`.
-
-        `lane`, `key`: sorted entries, as in `add_lists`.
-        """
+        then the rest by `add_lists`, which describes `lane` and `key`."""
         k_tokens = self.layout.k_block
         if self.layout.num_heads == 1:
             viewed = torch.zeros(len(lane), dtype=torch.bool, device=lane.device)

@@ -56,11 +56,8 @@ def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | Non
 
 
 def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> Tensor:
-    """Copy the first `tokens` tokens of blocks `ids` (R, m) of x (seq, heads, ...): (R, heads, m * tokens, ...).
-
-    With `heads` (R,), row r is taken from head heads[r] alone, and the second dimension is 1. `block`: tokens per
-    block.
-    """
+    """Copy the first `tokens` tokens of blocks `ids` (R, m), of `block` tokens each, of x (seq, heads, ...): (R, heads,
+    m * tokens, ...). With `heads` (R,), row r is taken from head heads[r] alone, and the second dimension is 1."""
     view, start = _blocks(x, block, tokens, ids, heads)
     taken = view.index_select(0, start).unflatten(0, ids.shape).flatten(1, 2)
     return taken.transpose(1, 2) if heads is None else taken.unsqueeze(1)
@@ -74,10 +71,8 @@ def _slices(x: Tensor, tokens: int, per_head: bool) -> Tensor:
 
 
 def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: int) -> Tensor:
-    """View x (seq, heads, ...) as (number, heads, tokens, ...), without a copy.
-
-    Entry t holds `tokens` tokens from the start of block first + t * step. `block`: tokens per block.
-    """
+    """View the first `tokens` tokens of the blocks first + t * step, for t < number, as (number, heads, tokens, ...). x
+    is (seq, heads, ...); `block`: tokens per block."""
     token, head, *rest = x.stride()
     size = (number, x.shape[1], tokens, *x.shape[2:])
     return x.as_strided(size, (step * block * token, head, token, *rest), x.storage_offset() + first * block * token)
@@ -89,10 +84,8 @@ def _cut(queries: int) -> int:
 
 
 class Sequence:
-    """Hold the block lists of one batch element. Its methods read and write rows of tensors (seq, heads, ...).
-
-    `batch`: its index. `key_bias` (seq,), 0 or -inf, is added to the scores of every query; None: no bias.
-    """
+    """Hold the block lists of batch element `batch`. The methods read and write rows of tensors (seq, heads, ...).
+    `key_bias` (seq,), 0 or -inf, is added to the scores of every query."""
 
     def __init__(self, layout: BlockLayout, batch: int, key_bias: Tensor | None) -> None:
         self.layout, self.key_bias = layout, key_bias
@@ -146,10 +139,8 @@ class Sequence:
         view.transpose(0, 1).index_add_(1, start, _slices(values, group.k_tokens, group.heads is not None).to(x.dtype))
 
     def causal(self, group: Group) -> bool:
-        """Return whether the operator's causal mask hides the later keys of a group that the diagonal cuts.
-
-        It does if query blocks and key blocks have one size: a row's only key block is then its query block.
-        """
+        """Return whether the operator's causal mask hides the later keys of a group that the diagonal cuts. It does if
+        block sizes agree: a row's only key block is then its query block."""
         return group.masked and self.layout.q_block == self.layout.k_block
 
     def bias(self, group: Group, dtype: torch.dtype) -> Tensor | None:
