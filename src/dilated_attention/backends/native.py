@@ -96,10 +96,8 @@ class _Tile:
         return len(self.k_heads) < len(self.q_heads)
 
     def cut(self, pieces: int, most: int) -> Iterator[_Tile]:
-        """Cut into at least `pieces` tiles; into fewer if there are not enough problems and heads to cut.
-
-        Each tile has at most `_MOST_PROBLEMS` problems, and problems times heads is at most `most`.
-        """
+        """Cut into at least `pieces` tiles, if there are enough problems and heads to cut, of at most `_MOST_PROBLEMS`
+        problems. Problems times heads is at most `most`."""
         problems, heads = len(self.batch) * len(self.segment) * len(self.residue), len(self.q_heads)
         if pieces == 1 and problems <= _MOST_PROBLEMS and problems * heads <= most:
             yield self
@@ -145,10 +143,8 @@ class _Tile:
         return self._view(x, rows, self.k_heads[:1], 1, 1).unsqueeze(-2)
 
     def pairs(self, dropout: Dropout | None, group: StridedGroup, k: Tensor) -> Pairs | None:
-        """Return the dropout of this tile's queries and keys in `group`; None without dropout.
-
-        `k`: the call's keys; `dropout.keys` is expanded to their batch, tokens and heads.
-        """
+        """Return the dropout of this tile's queries and keys in `group`; None without dropout. Hash words of keys are
+        expanded to the batch, tokens and heads of `k`."""
         if dropout is None:
             return None
         words = self.queries(dropout.queries, group.queries), self.keys(dropout.keys.expand(k.shape[:3]), group.keys)
@@ -168,10 +164,8 @@ class _Tile:
         return plan_layout((layout.key, batch, heads), lambda: lasting(make, layout.device))
 
     def _view(self, x: Tensor, rows: Rows, heads: range, number: int, shift: int) -> Tensor:
-        """View x as (problems, number, rows, ...), for the given heads or a single one repeated `number` times.
-
-        `shift`: by how many heads of x each residue shifts.
-        """
+        """View x as (problems, number, rows, ...), for the given heads or a single one repeated `number` times; each
+        residue shifts heads by `shift`."""
         head_step = heads.step if len(heads) == number else 0
         every_head = number == x.shape[2] and head_step == 1 and len(self.residue) == 1
         if every_head and rows.count == x.shape[1] and len(self.batch) == x.shape[0]:  # a quicker way to the same view
@@ -190,10 +184,8 @@ class _Tile:
 
 
 def _most_heads(rows: Rows, head_dim: int) -> int:
-    """Return the most problems x heads (see `_Tile`) that one call with these query rows may have.
-
-    The operators sum dq in a buffer of padded rows and columns, whose size is limited.
-    """
+    """Return the most problems x heads (see `_Tile`) that one call with these query rows may have: the operators sum dq
+    in a buffer of padded rows and columns, whose size is limited."""
     columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
     return max(1, _MOST_ACCUMULATED // (-(-rows.count // 128) * 128 * columns))
 
@@ -227,11 +219,8 @@ def _folds(group: StridedGroup, tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[range, range]]:
-    """Split a group's query heads into arithmetic progressions; return each with its KV heads.
-
-    A progression is either the neighbouring query heads of one KV head, or one query head of each KV head. `ratio` is
-    the number of query heads per KV head.
-    """
+    """Split a group's query heads, `ratio` per KV head, into arithmetic progressions, each with its KV heads: the
+    neighbouring query heads of one KV head, or one query head of each KV head."""
     step = group.head_stride
     k_heads = range(group.head, group.head + group.heads * step, step)
     if group.heads <= ratio:
@@ -366,10 +355,8 @@ class _Whole:
         return out, lse
 
     def differentiate(self, merged: Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of a tile, `(problems, heads, rows, head_dim)`, each per query head.
-
-        `merged`: out, lse and their gradients for the whole call. `group`: the group that the tile is cut from.
-        """
+        """Return dq, dk and dv of a tile, `(problems, heads, rows, head_dim)`, each per query head; `merged`: of the
+        whole call."""
         part = merged.views(lambda x: tile.queries(x, group.queries))
         views = part, tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts
