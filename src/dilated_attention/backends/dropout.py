@@ -126,10 +126,7 @@ def dropout_of(
 def survives(
     queries: Int32[Tensor, "*problem rows 2"], keys: Int32[Tensor, "*#problem keys"], threshold: int
 ) -> Bool[Tensor, "*problem rows keys"]:
-    """Return which pairs of a query row and a key survive, given their hash words.
-
-    `queries`, `keys`, `threshold`: as in `Pairs`.
-    """
+    """Return which pairs of a query row and a key survive, given their hash words and the threshold of `Pairs`."""
     a, b = queries[..., 0, None], queries[..., 1, None]
     x = a ^ keys.unsqueeze(-2)
     x = _shift_xor(x, 16).mul_(_FIRST)

@@ -105,7 +105,6 @@ def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
 
 @constant_when_traced
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device; (9, 0) on ROCm, whose operators have no such limits."""
     return _capability_of(device)
 
 
@@ -117,10 +116,8 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
-    """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head).
-
-    If `scores` says so, scores are also causal or capped, and dropout applies after the softmax.
-    """
+    """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head), with the causality, softcap and
+    dropout of `scores`."""
     bias = scores.bias
     kind = _kind(q, k, bias)
     if kind == "plain" or scores.plain:
@@ -140,11 +137,8 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
 
 
 def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
-    """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse).
-
-    Causality, softcap and dropout of `scores` count as in `forward`. lse must be finite. A gradient on lse enters as
-    one more column, see `append_column`.
-    """
+    """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse), and with
+    the causality, softcap and dropout of `scores`. lse must be finite."""
     if scores.plain or _kind(q, k, scores.bias) == "plain":
         return _plain_backward(scores, merged, q, k, v)
     width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
@@ -236,10 +230,8 @@ def _plain_forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
 
 
 def _plain_part(scores: Scores, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Compute attention with plain matrix products; return out, in single precision at least, and lse.
-
-    `first`: the index of the first query of q, for causality.
-    """
+    """Return out, in single precision at least, and lse by plain products. `first`: the number of the first query of
+    q."""
     s, _ = _formed(scores, q, k, first)
     lse = s.logsumexp(-1)
     p = s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
@@ -269,10 +261,8 @@ def _plain_backward(scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Ten
 def _plain_gradients(
     scores: Scores, dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, in single precision at least.
-
-    `delta`: rowsum(dout · out) - dlse. `first`: the index of the first query of q, for causality.
-    """
+    """Return dq, dk, dv, in single precision at least. `delta`: rowsum(dout · out) - dlse; `first`: as in
+    `_plain_part`."""
     dout, q, k, v = (x.to(lse.dtype) for x in (dout, q, k, v))
     s, slope = _formed(scores, q, k, first)
     p = s.sub_(lse.unsqueeze(-1)).exp_()
@@ -302,11 +292,8 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
 
 
 def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-    """Return the score entries of q and k, capped and masked by the settings `scores`, and the softcap's derivative at
-    each entry, or None without a softcap.
-
-    Both are float32, or float64 for float64. `first`: the index of the first query of q, for causality.
-    """
+    """Return the scores of q and k, capped and masked, in single precision at least, and the softcap's derivative at
+    each, or None without a softcap. `first`: as in `_plain_part`."""
     statistic = torch.promote_types(q.dtype, torch.float32)
     s, slope = (q.to(statistic) @ k.to(statistic).mT).mul_(scores.scale), None
     if scores.softcap:
