@@ -161,10 +161,7 @@ def has_amx() -> bool:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out, in q's dtype, and lse, float32, of a problem. Arguments and results are as in `native.forward`.
-
-    `state`: a running (out, lse), contiguous; groups that are not marked `first` continue it in place.
-    """
+    """Return out, in q's dtype, and lse, float32, of a problem. Arguments and results are as in `native.forward`."""
     out, lse = state or running(q, problem.plan.covered)
     arguments = _Arguments(problem, q, k, v)
     arguments.set(out=out, lse=lse)

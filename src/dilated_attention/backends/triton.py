@@ -145,10 +145,7 @@ def _architecture(device: torch.device) -> str:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out, in q's dtype, and lse, float32, of a problem. Arguments and results are as in `native.forward`.
-
-    `state`: a running (out, lse), contiguous; groups that are not marked `first` continue it in place.
-    """
+    """Return out, in q's dtype, and lse, float32, of a problem. Arguments and results are as in `native.forward`."""
     out, lse = state or running(q, problem.plan.covered)
     tensors = {"Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "OUT": out, "LSE": lse}
     with _on(q):
@@ -208,10 +205,8 @@ def backward(
 
 
 def run(kernel: Any, programs: int, **arguments: Any) -> Any:
-    """Launch a kernel with `programs` programs and return the compiled kernel.
-
-    Apart from filling buffers, this backend does nothing on a device except through `run` and what it returns.
-    """
+    """Launch a kernel with `programs` programs and return the compiled kernel. Apart from filling buffers, this backend
+    does nothing on a device except through `run` and what it returns."""
     return kernel[(programs,)](**arguments)
 
 
@@ -340,9 +335,8 @@ class Launch:
         return Bound(function, programs, tuple(tensors), settled)
 
     def _constants(self, has_bias: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Return the kernel's compile-time arguments. They depend on the launch's table and tile shape, on whether keys
-        have a bias (`has_bias`), on whether results continue earlier ones (`chain`), and on the strides in
-        `numbers`."""
+        """Return the kernel's compile-time arguments. `has_bias`: keys may be hidden. `chain`: results continue earlier
+        ones. `numbers`: holds the strides."""
         shape, table = self.shape, self.table
         if side_of(self.kernel) == "queries":
             row = max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])  # in elements
@@ -356,10 +350,8 @@ class Launch:
         }  # fmt: skip
 
     def _of_lists(self, layouts: Layouts | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
-        """Return the kernel's arguments about block lists: strides of indptr, query heads per list, tokens per block.
-
-        `indptr`: the offsets of the lists that the kernel reads. Without a layout, the values have no effect.
-        """
+        """Return the kernel's arguments about block lists: strides of `indptr`, query heads per list, tokens per block.
+        Without a layout, the values have no effect."""
         if layouts is None or self.table.count is None or indptr is None:
             return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1}
         layout, (batch, heads, lines) = layouts[self.table.count], indptr.shape
@@ -370,12 +362,7 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class _Launches:
     """Hold a plan's launches of a kernel in the cache. Also keep the plan alive, because its id is part of the cache's
-    key.
-
-    Attributes:
-        bound: the launches that `_bound` holds, one tuple for each kind of tensors (dtypes, strides, alignment,
-            shapes); for dk and dv also those of `backward_stats`.
-    """
+    key. `bound`: what `_bound` holds; for dk and dv also the launches of `backward_stats`."""
 
     plan: Plan
     launches: tuple[Launch, ...]
@@ -463,10 +450,8 @@ def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
 def _stats(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, held: dict[tuple[Any, ...], tuple[Bound, ...]]
 ) -> Tensor:
-    """Return lse · log2(e) and rowsum(dout · out) - dlse as the kernels read them: float32 (B, N, H, 2).
-
-    `held`: the launches of earlier calls, as in `_bound`.
-    """
+    """Return lse · log2(e) and rowsum(dout · out) - dlse as kernels read them: float32 (B, N, H, 2). `held`: as in
+    `_bound`."""
     out, lse = out.contiguous(), lse.contiguous()
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
     dlse = None if dlse is None else dlse.contiguous()
@@ -491,10 +476,8 @@ def _stats(
 
 
 def _numbers(tensors: Tensors, problem: Problem) -> dict[str, Any]:
-    """Return the non-tensor arguments of a kernel that no table determines, by name: strides, sizes, scale, dropout.
-
-    `tensors` holds Q, K, V and, for a backward, DOUT. The names are those in the legend of kernels/strided.py.
-    """
+    """Return the non-tensor arguments of a kernel that no table determines, by their names in kernels/strided.py.
+    `tensors` holds Q, K, V and, for a backward, DOUT."""
     q, k = tensors["Q"], tensors["K"]
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -520,10 +503,8 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor) -> tuple[int, list[list[int]]]:
-    """Return a unit, and the strides of sample, token and head of each tensor in this unit.
-
-    The unit is the greatest common divisor of the strides and 16.
-    """
+    """Return a unit, the greatest common divisor of the strides and 16, and the strides of sample, token and head of
+    each tensor in this unit."""
     strides = [[x.stride(i) if x.shape[i] > 1 else 0 for i in range(3)] for x in tensors]
     unit = math.gcd(16, *(stride for three in strides for stride in three))
     return unit, [[stride // unit for stride in three] for three in strides]
@@ -534,10 +515,8 @@ def _padded(head_dim: int) -> int:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return the precision of float32 products: tf32 only if PyTorch's own switch allows it in matrix products.
-
-    ROCm's Triton has tf32 on some devices only.
-    """
+    """Return the precision of float32 products: tf32 only if PyTorch's own switch allows it in matrix products. ROCm's
+    Triton has tf32 on some devices only."""
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
     matmul = torch.backends.cuda.matmul
