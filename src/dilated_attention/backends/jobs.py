@@ -35,10 +35,8 @@ class Launch:
     rows: int
 
     def idle(self, threads: int, batch: int) -> float:
-        """Estimate the launch's time (1.0: all threads evenly loaded), if each free thread takes the next job.
-
-        `batch`: the number of samples; each job runs once per sample.
-        """
+        """Estimate the time of the launch for `batch` samples if each free thread takes the next job; 1.0: all threads
+        are evenly loaded."""
         jobs = np.repeat(self.weights, batch)
         if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
             return 1.0
@@ -94,11 +92,8 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
 
 
 def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices that order the lines of a `tiles.Table`, and edges that cut them into jobs that share no row.
-
-    A tile is taken to see all tokens from the first to the last of its spans. This may give too few jobs, which only
-    costs time.
-    """
+    """Return indices that order the lines of a `tiles.Table`, and edges that cut them into jobs that share no row. A
+    tile is taken to see all tokens from the first to the last of its spans: too few jobs only cost time."""
     spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
     start, stride, count = spans[..., 0], spans[..., 1], spans[..., 2]
     low = np.where(count > 0, start, np.iinfo(np.int64).max).min(1)

@@ -134,11 +134,8 @@ def _block_table(
 def _table(
     lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device
 ) -> Table:
-    """Make a table from lines with `spans` spans each; `masked` becomes its `is_causal`.
-
-    `edge` is as in `Table`, whose other fields follow from the lines and `shape`. `even`: every tile that the loop
-    streams is full.
-    """
+    """Make a table from lines with `spans` spans each. `masked`: its `is_causal`. `even`: every tile that the loop
+    streams is full."""
     used = lines[:, COUNTS] > 0
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & used).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
@@ -177,11 +174,8 @@ def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
 
 
 def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> Plan:
-    """Return one plan over `seq_len` tokens for samples that begin at ascending `starts`, so that a ragged batch is one
-    call.
-
-    Packed samples lie one after another. So do the samples of a padded batch if the batch is viewed as one sample.
-    """
+    """Return one plan over `seq_len` tokens for samples that begin at ascending `starts`, packed or in a padded batch
+    that is viewed as one sample, so that a ragged batch is one call."""
     groups = [group.shifted(start) for plan, start in zip(plans, starts, strict=True) for group in plan.groups]
     return Plan(
         seq_len,
@@ -232,11 +226,8 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
-    """Return the groups of each launch that `tables` plans with `join=False`, in order.
-
-    Without layouts, a launch is a turn. With layouts, each turn has one launch per number of rows in a segment, because
-    each number has its own layout.
-    """
+    """Return the groups of each launch that `tables` plans with `join=False`, in order. Without layouts, a launch is a
+    turn. With layouts, a turn has one for each number of rows in a segment, because each number has its own layout."""
     out = turns(plan.groups, side)
     if layouts is None:
         return out
@@ -327,11 +318,8 @@ def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> Non
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
-    """Return the cells of one launch that computes all these groups, even if they are of several turns.
-
-    Returns no cells if a tile would see more than MAX_SPANS spans, or if the least common multiple of the groups'
-    strides, by which rows fall into residue classes, exceeds MAX_PERIOD.
-    """
+    """Return the cells of one launch that computes all these groups, even if they are of several turns; none if a tile
+    would see more than MAX_SPANS spans, or if the least common multiple of the groups' strides exceeds MAX_PERIOD."""
     held: dict[int, list[StridedGroup]] = {}
     for group in groups:
         for head in _heads(group):
@@ -390,11 +378,8 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 
 
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
-    """Return one line per tile and head: the cells of `parts` cut into tiles of `own` rows.
-
-    Tiles of one cell and head are neighbours, because their loops read the same rows. In a causal cell the tiles
-    with the most work come first.
-    """
+    """Return one line per tile and head: the cells of `parts` cut into tiles of `own` rows. Tiles of one cell and head
+    are neighbours, because their loops read the same rows. In a causal cell the tiles with the most work come first."""
     blocks, columns = [], max(cells.shape[1] for cells, _ in parts)
     for cells, heads in parts:
         tiles = -(-cells[:, ROWS] // own)
@@ -426,11 +411,8 @@ def by_head(lines: np.ndarray) -> np.ndarray:
 
 
 def gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
-    """Return a buffer for the gradient of x.
-
-    With `add`, launches add to it, so it is zeros in float32. Otherwise it has x's dtype, and a single launch writes
-    each row; it is filled with zeros unless the launches write all rows (`covered`).
-    """
+    """Return a buffer for the gradient of x: zeros in float32 if launches `add` to it; otherwise in x's dtype, filled
+    with zeros unless the launches write all rows (`covered`)."""
     if add or not covered:
         return x.new_zeros(x.shape, dtype=torch.float32 if add else x.dtype)
     return x.new_empty(x.shape)
