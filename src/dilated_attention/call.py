@@ -140,10 +140,8 @@ class Call:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **given: Unpack[Options]) -> Call:
-        """Check the arguments of `attention` and return them as a call.
-
-        Raises ValueError, naming the argument, its value and what would be right.
-        """
+        """Check the arguments of `attention` and return them as a call. A ValueError names the argument and what would
+        be right."""
         options: Options = {**_DEFAULTS, **given}
         if len(options) > len(_DEFAULTS):
             raise TypeError(f"unknown options: {', '.join(sorted(given.keys() - _DEFAULTS.keys()))}")
@@ -191,10 +189,7 @@ class Call:
         group: dist.ProcessGroup | None = None, over_ranks: bool = False,
     ) -> tuple[Call, int]:  # fmt: skip
         """Check all arguments except layouts. Return the call without layouts and shards, and the global sequence
-        length.
-
-        `group`: the process group of the options' mesh. `over_ranks`: whether it has several ranks.
-        """
+        length. `group`: the process group of the options' mesh; `over_ranks`: whether it has several ranks."""
         checks.tensors(q, k, v, placed(options))
         seq_len = _sequence_length(q, options["seq_len"], group, options["transport"])
         lengths, cu_seqlens = checks.ragged(q, options["lengths"], options["cu_seqlens"])
@@ -228,8 +223,7 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """Return the size that the cache counts, in bytes: an upper estimate for the Python objects, with one plan, and
-        the layouts, with those that `problems` hold."""
+        """Return an upper estimate in bytes, with one plan, and the layouts with those that `problems` hold."""
         layouts = sum([4 * layout.nbytes for layout in self.layouts])
         return 4096 + 256 * sum([len(row) for row in self.branches.offsets]) + layouts
 
@@ -280,10 +274,8 @@ class Call:
         return q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
-        """Return the object that says which pairs of query and key survive dropout; None without dropout.
-
-        q and k give the device, the batch size, the number of heads and the lengths.
-        """
+        """Return which pairs of query and key survive dropout, for the shapes and device of q and k; None without
+        dropout."""
         if self.seed is None:
             return None
         queries, keys = (
@@ -343,9 +335,7 @@ class Call:
         self, layout: BlockLayout | LayoutOfLength, heads: int, kv_heads: int, seq_len: int
     ) -> tuple[BlockLayout, ...]:
         """Return the layouts inside segments, checked: one for each number of participating tokens that a segment has.
-
-        `seq_len`: the tokens per batch element, which the call's lengths or cu_seqlens cut into samples.
-        """
+        `seq_len`: the tokens per batch element, which may be cut into samples."""
         counts: set[int] = set()
         for _, seq in self.samples(seq_len):
             counts |= row_counts(self.branches, seq.stop - seq.start)
@@ -432,11 +422,9 @@ _LEAST_SCALE, _GREATEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(tor
 
 
 def split_scale(scale: float) -> tuple[float, float]:
-    """Return (factor, rest) with scale = factor * rest: q is multiplied by factor, and backends get rest.
-
-    rest is positive, because backends scale scores that may be -inf, which 0 would turn into NaN and a negative number
-    into +inf. In single precision rest does not round to 0, and rest * log2 e is finite.
-    """
+    """Return (factor, rest) with scale = factor * rest: q is multiplied by factor, and backends get rest. It is
+    positive, because 0 or a negative number would turn a score of -inf into NaN or +inf. In single precision rest does
+    not round to 0, and rest * log2 e is finite."""
     if abs(scale) < _LEAST_SCALE:
         return scale, 1.0
     factor = math.copysign(1.0 if abs(scale) <= _GREATEST_SCALE else 2.0, scale)
@@ -502,10 +490,8 @@ def check_placed(pattern: Pattern, options: Options) -> None:
 
 
 def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:
-    """Raise UnsupportedError for the first of `cases`, (name, whether it is given, remedy), that is given.
-
-    `where` tells the reader of the message which other option excludes it.
-    """
+    """Raise UnsupportedError for the first of `cases`, (name, whether it is given, remedy), that is given. `where`
+    names the option that excludes it."""
     for name, given, remedy in cases:
         if given:
             raise UnsupportedError(f"{name} {where} is not supported; {remedy}")
