@@ -45,11 +45,8 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int, int], Tensor]:
-    """Return a function of (a sample's number, n) that says which of a segment's n participating tokens sees which.
-
-    Its result is bool `(heads or 1, n, n)`, True where a query sees a key. A sample that is shorter than the
-    layout has the lists of the layout's first tokens.
-    """
+    """Return a function of (a sample's number, n) that says which of a segment's n participating tokens sees which,
+    bool `(heads or 1, n, n)`. A sample that is shorter than the layout has the lists of the layout's first tokens."""
     layouts = [layout.for_heads(heads) for layout in layouts]
     masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
     longest = max(layouts, key=lambda layout: layout.seq_len)
@@ -117,17 +114,11 @@ def backward(
 
 
 def _problem(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    sample: int | None = None,
-    at: tuple[slice, slice] | None = None,
+    call: Call, q: Tensor, k: Tensor, sample: int | None = None, at: tuple[slice, slice] | None = None,
     whole: Dropout | None = None,
-) -> Problem:
-    """Return the problem that a backend gets for the call, or for sample number `sample`.
-
-    `at`: the (batch, seq) slices of the sample's rows; None: the whole call. `whole`: the dropout of all samples.
-    """
+) -> Problem:  # fmt: skip
+    """Return the problem that a backend gets for the call, or for sample number `sample` with the (batch, seq) slices
+    `at`. `whole`: the dropout of all samples."""
     shapes = q.shape, k.shape, q.device
     if at is None and (held := call.problems.get(shapes)) is not None:
         return held
@@ -143,10 +134,8 @@ def _problem(
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
-    """Return one `Problem` for all samples of a ragged call: the backend reads q, k and v as one sequence (`_packed`).
-
-    `slices`: the (batch, seq) slices of each sample.
-    """
+    """Return one `Problem` for all samples of a ragged call, with these (batch, seq) slices: the backend reads q, k and
+    v as one sequence (`_packed`)."""
     starts = tuple(batch.start * k.shape[1] + seq.start for batch, seq in slices)
     lengths = tuple(seq.stop - seq.start for _, seq in slices)
     tokens = k.shape[0] * k.shape[1]
@@ -181,10 +170,8 @@ def layouts_of(
 def _layout(
     layout: BlockLayout, sample: int | None, heads: int, length: int, is_causal: bool, device: torch.device
 ) -> BlockLayout:
-    """Return a layout's first `length` tokens on `device`, for one sample or (None) for all, from the cache.
-
-    It has lists for each of `heads` query heads, unless all heads share lists.
-    """
+    """Return a layout's first `length` tokens on `device`, for one sample or (None) for all, from the cache. It has
+    lists for each of `heads` query heads, unless all heads share lists."""
     heads = heads if layout.num_heads > 1 else 1
 
     def make() -> BlockLayout:
