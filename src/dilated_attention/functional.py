@@ -163,10 +163,8 @@ def attention(
 
 
 def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Run a checked call: return out, shaped as in `attention`, and lse `(batch, seq, heads)`.
-
-    This draws the seed of dropout, and applies `key_padding_mask` and `sinks`.
-    """
+    """Run a checked call: return out, shaped as in `attention`, and lse `(batch, seq, heads)`. This draws the seed of
+    dropout, and applies `key_padding_mask` and `sinks`."""
     if (found := operators.repeat(q, k, v, call)) is not None:
         return found
     key_padding_mask, sinks = options["key_padding_mask"], options["sinks"]
@@ -205,10 +203,8 @@ def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Option
 
 
 def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend in samples that end at positions `lengths`; return out and lse, `(batch, heads, seq)`.
-
-    Keys after the end of a sample are hidden, and queries after it get out 0 and lse -inf.
-    """
+    """Attend in samples that end at positions `lengths`; return out and lse, `(batch, heads, seq)`. Keys after the end
+    of a sample are hidden, and queries after it get out 0 and lse -inf."""
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, options["key_padding_mask"])
     lengths, _ = checks.ragged(q, options["lengths"], None)

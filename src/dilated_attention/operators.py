@@ -71,10 +71,8 @@ def repeat(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
 
 def _differentiated(*tensors: Tensor) -> bool:
-    """Return whether a derivative with respect to some of these tensors may be computed.
-
-    This includes forward mode, whose tangents the bare operator would silently drop.
-    """
+    """Return whether a derivative with respect to some of these tensors may be computed, forward mode included, whose
+    tangents the bare operator would silently drop."""
     return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or in_forward_mode()
 
 
@@ -123,10 +121,8 @@ def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
 
 
 def _of_mesh(words: Sequence[str]) -> bool:
-    """Return whether the `words` that `_pack` returned belong to a call over a mesh.
-
-    The words of a call on one device are only its backend and, if it has one, its layout function.
-    """
+    """Return whether the `words` that `_pack` returned belong to a call over a mesh. Those of a call on one device are
+    only its backend and, if it has one, its layout function."""
     return len(words) > 2
 
 
@@ -164,10 +160,8 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`.
-
-    Over a mesh the list continues with what the backward needs: other ranks' rows.
-    """
+    """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`; over a mesh then other ranks' rows,
+    which the backward needs."""
     return _run(_unpack(k, packed), q, k, v)
 
 
@@ -336,11 +330,8 @@ torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward
 def _in_batch(
     operator: Any, run: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Call `run`, which runs an operator, with the dimension that `torch.func.vmap` maps folded into the batch.
-
-    `info`, `in_dims`, `arguments`: what PyTorch passes to `_Attention.vmap`. Raises UnsupportedError for a mesh,
-    `cu_seqlens`, lists per batch element, and dropout with one seed for all.
-    """
+    """Call `run`, which runs an operator, with the dimension that `torch.func.vmap` maps folded into the batch. Raises
+    UnsupportedError for a mesh, `cu_seqlens`, lists per batch element, and dropout with one seed for all."""
     folded = []
     for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
         if argument.name == "cu_seqlens" and x is not None:
