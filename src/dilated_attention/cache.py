@@ -25,10 +25,8 @@ _names, _numbers = WeakTensorKeyDictionary(), count()
 
 def name_of(thing: Any) -> int:
     """Return a number that identifies `thing` as long as it lives; a tensor gets another number after it is written to.
-
-    A layout is identified by the names of its tensors indptr and indices, because a tensor stays the same object when
-    it passes through PyTorch's dispatcher, and a layout does not.
-    """
+    It names a layout's tensors, which stay the same objects when they pass through PyTorch's dispatcher; a layout does
+    not."""
     version = _version(thing)
     name, named = _names.get(thing, (0, None))
     if named is None or named != version:
@@ -38,10 +36,8 @@ def name_of(thing: Any) -> int:
 
 
 def is_named(table: Tensor) -> bool:
-    """Return whether `name_of` has named this table, a tensor of a layout, and it has not been written to since.
-
-    A table without a name may still be written to by the code that made it.
-    """
+    """Return whether `name_of` has named this table, and it has not been written to since. A table without a name may
+    still be written to by the code that made it."""
     named = _names.get(table)
     return named is not None and named[1] == _version(table)
 
@@ -83,11 +79,8 @@ class PlanCache:
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value of `key`. If the cache does not hold it, make it with `make()`.
-
-        `make` runs outside the lock, without gradients, and outside inference mode: tensors made in inference mode
-        could not be used in training later.
-        """
+        """Return the value of `key`, made with `make()` if the cache does not hold it: outside the lock, without
+        gradients, and outside inference mode, whose tensors could not be used in training later."""
         with self._lock:
             value: Value | None = self._entries.get(key)
             if value is not None:

@@ -85,8 +85,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _outside() -> int:
-    """Return the stack level of the first function outside this package,
-    so that a warning points at the caller's line."""
+    """Return the stack level of the first function outside this package, for warnings."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
@@ -116,10 +115,8 @@ def _integer_tensor(name: str, values: Any, wanted: str, number: int | None = No
 
 
 def samples(seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[tuple[slice, slice]]:
-    """Return the (batch, seq) slices of a ragged call's samples; one slice of all rows if it is not ragged.
-
-    Raises ValueError if the values do not fit.
-    """
+    """Return the (batch, seq) slices of a ragged call's samples, or one of all rows; ValueError if the values do not
+    fit."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != seq_len or bounds != sorted(bounds):
@@ -199,11 +196,8 @@ def samples_to_continue(samples: Any, batch: int) -> Tensor:
 
 
 def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Return the value as an int; raise ValueError unless it is an integer in [least, most].
-
-    Allowed are integers of Python and NumPy, tensors and arrays of no dimension, and the symbols of torch.compile, but
-    not booleans and floats.
-    """
+    """Return an integer of Python, NumPy, a tensor or array of no dimension, or a symbol of torch.compile, as an int;
+    raise ValueError for anything else, such as a boolean, and outside [least, most]."""
     number = _integer(value)
     if number is None or (least is not None and number < least) or (most is not None and number > most):
         kinds = {None: "an integer", 0: "a non-negative integer", 1: "a positive integer"}
@@ -219,10 +213,8 @@ def positive(name: str, value: Any) -> int:
 
 
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:
-    """Return a sequence, array or tensor of integers as ints.
-
-    Raises ValueError for anything else and for integers below `least`; the message says that `name` must hold `wanted`.
-    """
+    """Return a sequence, array or tensor of integers as ints. ValueError for anything else and for integers below
+    `least` says that `name` must hold `wanted`."""
     held = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(held, (str, bytes)) or not isinstance(held, Sequence):
         raise ValueError(f"{name} must hold {wanted}; got {values!r}")

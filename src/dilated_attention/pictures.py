@@ -162,10 +162,8 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
 
 
 def _tokens_in(size: int, number: int, pixel: np.ndarray) -> np.ndarray:
-    """Count how many tokens of each block fall into each pixel: `(number of blocks, pixels)`.
-
-    `size`: tokens per block; `pixel`: the pixel of each token.
-    """
+    """Count the tokens of each block of `size` tokens in each pixel, `(number of blocks, pixels)`. `pixel`: that of
+    each token."""
     tokens = np.zeros((number, pixel[-1] + 1))
     np.add.at(tokens, (np.arange(len(pixel)) // size, pixel), 1)
     return tokens
@@ -176,19 +174,14 @@ def _per_pixel(number: int, pixels: int) -> np.ndarray:
 
 
 def ink(mean: np.ndarray, most: float) -> np.ndarray:
-    """Return how dark a pixel is drawn, from 0 (white) to 1 (black), given the mean count of its pairs.
-
-    `most`: the largest mean. A pixel with any shown pair is visibly dark, even if few of its pairs are shown. The
-    documentation's pattern explorer has the same rule.
-    """
+    """Return how dark a pixel is drawn, from 0 (white) to 1 (black), given the mean count of its pairs and the largest
+    mean. Any shown pair is visibly dark. The documentation's pattern explorer has the same rule."""
     return np.where(mean > 0, FAINTEST + (1 - FAINTEST) * np.sqrt(np.maximum(mean, 0) / most), 0.0)
 
 
 def _draw(image: np.ndarray, extent: tuple[float, float, float, float], ax: Axes | None) -> Axes:
-    """Draw an image, white for 0 and black for the largest value; `extent`: left, right, bottom and top.
-
-    Without `ax`, draw on a figure of pyplot, which a notebook shows.
-    """
+    """Draw an image, white for 0 and black for the largest value; `extent`: left, right, bottom and top. Without `ax`,
+    draw on a figure of pyplot, which a notebook shows."""
     ax = _new_axes() if ax is None else ax
     from matplotlib.colors import FuncNorm
     from matplotlib.ticker import MaxNLocator

@@ -59,10 +59,8 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (tensors by name, metadata) of a safetensors file; the tensors are on the CPU.
-
-    Raises ValueError if there is no such file or it is damaged or truncated.
-    """
+    """Return (tensors by name, metadata) of a safetensors file, on the CPU; raise ValueError if it is missing or
+    damaged."""
     with open_tensors(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
@@ -91,10 +89,8 @@ def require_file(path: Path) -> None:
 
 
 def require_same(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError unless `found` has the same names as `expected`, and the same shape for each name.
-
-    `where` begins the message: the file's path, or what `found` is.
-    """
+    """Raise ValueError unless `found` has the names and shapes of `expected`; `where`, such as the file's path, begins
+    the message."""
     require_names(expected, found, where)
     for name, tensor in expected.items():
         if tensor.shape != found[name].shape:
@@ -157,11 +153,8 @@ def sync(folder: Path) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file; once the block has written the file and ended, it replaces `path`.
-
-    The file lies in a temporary folder beside `path`. If the process is killed, the folder stays until a call for the
-    same path, at least an hour later, removes it.
-    """
+    """Yield the path of a temporary file in a folder beside `path`, which it replaces when the block has ended. If the
+    process is killed, the folder stays until a call for the same path, at least an hour later, removes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".new-{glob.escape(path.name)}-*"):
         with suppress(OSError):  # another process may remove it, or own it

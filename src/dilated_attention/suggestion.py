@@ -80,10 +80,8 @@ class _Problem:
     is_causal: bool
 
     def entries(self, segment: int, rate: int) -> int:
-        """Return the score entries of one branch in all heads: m^2 per segment and head, or m (m + 1) / 2 if causal.
-
-        m is the number of tokens of the segment that take part.
-        """
+        """Return the score entries of one branch in all heads: m^2, or m (m + 1) / 2 if causal, for each head and
+        segment of which m tokens take part."""
         total = 0
         whole, tail = divmod(self.seq_len, segment)
         for offset in range(min(rate, self.num_heads)):
@@ -108,10 +106,8 @@ class _Problem:
         )
 
     def budget_of(self, entries: int, like: float) -> str:
-        """Return, as text, the smallest budget that allows these score entries, rounded up.
-
-        It is a share or a number of keys, like the budget `like`.
-        """
+        """Return, as text, the smallest budget that allows these score entries: a share or a number of keys, like
+        `like`."""
         if isinstance(like, Integral):
             return f"budget={math.ceil(entries / (self.num_heads * self.seq_len))}"
         share = entries / self.entries(self.seq_len, 1)
@@ -136,10 +132,8 @@ class _Problem:
         return max(rate, -(-self.seq_len // segments))
 
     def longest_first(self, allowed: int, last_rates: list[int]) -> Dilated | None:
-        """Return dense attention if its score entries are at most `allowed`; else the best affordable pattern or None.
-
-        The patterns are those of `geometric` for each of `last_rates`; the one with the longest first segment is best.
-        """
+        """Return dense attention if its score entries are at most `allowed`; else the affordable pattern of
+        `geometric`, for one of `last_rates`, with the longest first segment; or None."""
         dense = Dilated((self.seq_len,), (1,))
         if self.cost(dense) <= allowed:
             return dense
