@@ -40,19 +40,15 @@ efficient_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
 def constant_when_traced(function: Function) -> Function:
-    """Mark `function` so that `torch.compile` calls it while tracing and keeps its result as a constant of the graph.
-
-    `torch.compiler.assume_constant_result` sets the same mark, but it imports the whole compiler.
-    """
+    """Mark `function` so that `torch.compile` calls it while tracing and keeps its result as a constant of the graph,
+    as `torch.compiler.assume_constant_result` does, which imports the whole compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def fixed(value: Any) -> Any:
-    """Return a number, or a list or tuple of them; a symbol of `torch.compile` becomes a constant of its graph.
-
-    A function that is `constant_when_traced` takes no symbols.
-    """
+    """Return a number, or a list or tuple of them, with symbols of `torch.compile` as constants of its graph. A
+    function that is `constant_when_traced` takes no symbols."""
     if isinstance(value, (list, tuple)):
         return type(value)([fixed(x) for x in value])
     if isinstance(value, float):
@@ -61,10 +57,8 @@ def fixed(value: Any) -> Any:
 
 
 def is_symbol(size: int) -> bool:
-    """Return whether a size is a symbol of a graph that torch.export records.
-
-    Its value may differ when the graph runs.
-    """
+    """Return whether a size is a symbol of a graph that torch.export records, which may have another value when it
+    runs."""
     if not torch.compiler._is_exporting_flag:  # PyTorch 2.8 takes is_exporting() for true in every graph
         return False
     from torch.fx.experimental import symbolic_shapes
@@ -92,10 +86,7 @@ def not_traced(function: Function) -> Function:
 
 
 def in_torch_func() -> bool:
-    """Return whether a torch.func transform is active.
-
-    Such a transform differentiates `autograd.Function`s, and ignores Autograd kernels.
-    """
+    """Return whether a torch.func transform is active. It differentiates `autograd.Function`s, not Autograd kernels."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -105,26 +96,20 @@ def is_mapped(x: Tensor) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Return whether forward-mode derivatives are computed.
-
-    An operator without a rule for them would silently drop them.
-    """
+    """Return whether forward-mode derivatives are computed, which an operator without a rule for them silently
+    drops."""
     return forward_ad._current_level >= 0
 
 
 def in_batched_gradients(*gradients: Tensor | None) -> bool:
-    """Return whether autograd itself maps over gradients (`is_grads_batched`, `jacobian(vectorize=True)`).
-
-    It uses a vmap older than torch.func's, which ignores our rules.
-    """
+    """Return whether autograd itself maps over gradients (`is_grads_batched`, `jacobian(vectorize=True)`). It uses a
+    vmap older than that of torch.func, which ignores our rules."""
     return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
 
 
 def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """Apply `function` to each of the gradients that autograd maps over, one at a time, and stack the results.
-
-    `function` then needs temporary memory for one gradient only.
-    """
+    """Apply `function` to each of the gradients that autograd maps over, one at a time to save memory, and stack the
+    results."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     # One that is not mapped, which the others share, comes out with a batch of 1.
@@ -135,19 +120,15 @@ def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tens
 
 
 def autograd_position() -> tuple[int, int | None]:
-    """Return autograd's next sequence number, and inside a backward the number of the node that runs.
-
-    While activation checkpointing recomputes a forward, this node belongs to the forward that is repeated.
-    """
+    """Return autograd's next sequence number, and inside a backward the number of the node that runs: while activation
+    checkpointing recomputes a forward, a node of the forward that is repeated."""
     node = torch._C._current_autograd_node()
     return torch._C._autograd._get_sequence_nr(), None if node is None else node._sequence_nr()
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Return whether code of others runs when a module, or a module inside it, is called.
-
-    That is a forward hook, a hook for all modules, or a forward of the instance's own, as accelerate sets it.
-    """
+    """Return whether code of others runs when a module, or a module inside it, is called: a forward hook, a hook for
+    all modules, or a forward of the instance's own, as accelerate sets it."""
     if torch.nn.modules.module._has_any_global_hook():
         return True
     inside = (x for module in modules for x in module.modules())
@@ -155,10 +136,8 @@ def hooked(*modules: nn.Module) -> bool:
 
 
 def observed(*tensors: Tensor) -> bool:
-    """Return whether something watches the operators of eager code, so that none may be skipped.
-
-    It may be a dispatch mode (fake tensors, selective checkpointing, counters of FLOPs) or a subclass of Tensor.
-    """
+    """Return whether something watches the operators of eager code, so that none may be skipped: a dispatch mode (fake
+    tensors, selective checkpointing, counters of FLOPs) or a subclass of Tensor."""
     return torch._C._len_torch_dispatch_stack() > 0 or not _PLAIN.issuperset(map(type, tensors))
 
 
@@ -171,20 +150,16 @@ def on_default_stream(x: Tensor) -> bool:
 
 
 def mapped_indices() -> AbstractContextManager[None]:
-    """Let `torch.vmap` map `table[i]` where i is one number, as FlexAttention needs when it maps a mask_mod.
-
-    Before PyTorch 2.9 `table[i]` reads the value of i, which vmap does not allow.
-    """
+    """Let `torch.vmap` map `table[i]` where i is one number, as FlexAttention needs when it maps a mask_mod. Before
+    PyTorch 2.9 `table[i]` reads the value of i, which vmap does not allow."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # half a second to import
 
     return TransformGetItemToIndex()
 
 
 def require_when_run(condition: Tensor, message: str) -> None:
-    """Raise a RuntimeError with this message unless `condition`, a single boolean tensor, is true.
-
-    The check takes place when the compiled graph runs, or when the device reaches this operation.
-    """
+    """Raise a RuntimeError with this message unless `condition`, a single boolean tensor, is true: when the compiled
+    graph runs, or when the device reaches this operation."""
     torch._assert_async(condition, message)
 
 
