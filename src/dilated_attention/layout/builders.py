@@ -22,10 +22,8 @@ Value = TypeVar("Value")
 
 
 def constant(builder: Callable[..., Value], grid: BlockGrid, *arguments: Any) -> Value:
-    """Return builder(grid, *arguments), which `torch.compile` calls as it traces: a constant of the sequence length.
-
-    For builders that read numbers out of tensors, or draw them. `arguments` hold no tensors.
-    """
+    """Return builder(grid, *arguments), which `torch.compile` calls as it traces, because it draws numbers or reads
+    them out of tensors: a constant of the sequence length. `arguments` hold no tensors."""
     numbers = fixed((grid.seq_len, grid.q_block, grid.k_block))
     return _constant(builder, *numbers, grid.is_causal, *[fixed(x) for x in arguments])
 
@@ -55,15 +53,7 @@ def _leading(grid: BlockGrid, tokens: int) -> Spans:
 
 
 def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float | None) -> Spans:
-    """Return the intervals of keys for global tokens: all queries see them, and they see all keys.
-
-    If the grid is causal, only leading tokens may be global, and they see the keys up to themselves.
-
-    Args:
-        tokens: the number of leading global tokens (a NumPy number or a 0-d tensor will do), or their positions.
-        density: choose the number of leading tokens whose layout comes nearest to this density. Give either this or
-            `tokens`.
-    """
+    """Return the intervals of keys for global tokens, as `BlockLayout.global_` describes them."""
     if tokens is None or (not isinstance(tokens, Sequence) and getattr(tokens, "ndim", 0) == 0):
         return _leading(grid, _size("tokens", tokens, density, _leading, grid))
     if density is not None:
@@ -171,11 +161,8 @@ def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:
 def _size(
     name: str, value: int | None, density: float | None, spans: Callable[..., Spans], grid: BlockGrid, *more: Any
 ) -> int:
-    """Return `value`, at most the sequence length; or if `density` is given, the size with the nearest density.
-
-    Give exactly one of `value` and `density`. `name`: the argument's name in errors; `spans(grid, size, *more)` returns
-    the intervals for a size.
-    """
+    """Return `value`, at most the sequence length; or if `density` is given, the size with the nearest density, where
+    `spans(grid, size, *more)` returns the intervals for a size. `name`: the argument's name in errors."""
     if (value is None) == (density is None):
         raise ValueError(f"give either {name} or density, got {name}={value}, density={density}")
     if value is not None:
@@ -202,10 +189,8 @@ def _size_of_density(grid: BlockGrid, density: float, spans: Callable[..., Spans
 
 
 def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
-    """Draw `wanted[i]` distinct numbers below `visible[i]` for each row i, uniformly; both are `(rows,)`.
-
-    Return `wanted`, and all numbers in one flat tensor: row by row, ascending within each row.
-    """
+    """Draw `wanted[i]` distinct numbers below `visible[i]` for each row i, uniformly; both are `(rows,)`. Return
+    `wanted`, and all numbers in one flat tensor: row by row, ascending within each row."""
     generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)

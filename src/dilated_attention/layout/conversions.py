@@ -163,10 +163,7 @@ def to_bsr(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> Tensor:
 
 
 def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple[int, int]]:
-    """Return (indptr, indices, seq_len, block size) of a BSR tensor.
-
-    `seq_len`: the sequence length; None: the tensor's number of columns, which must then equal its rows.
-    """
+    """Return (indptr, indices, seq_len, block size) of a BSR tensor, which must be square unless `seq_len` is given."""
     if t.layout != torch.sparse_bsr:
         raise ValueError(f"t must be a torch.sparse_bsr tensor, got {t.layout}; use t.to_sparse_bsr(block_size)")
     if not 2 <= t.ndim <= 4:
@@ -219,10 +216,8 @@ def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...], width: int) 
 def _sees(
     grid: BlockGrid, indptr: Tensor, indices: Tensor, steps: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return a mask_mod that says whether a pair's block is listed (and, if causal, k <= q), by bisection.
-
-    `steps`: the number of bisections, the bit length of the longest list's length.
-    """
+    """Return a mask_mod that says whether a pair's block is listed (and, if causal, k <= q), by `steps` bisections, the
+    bit length of the longest list's length."""
     shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
     listed = indices if indices.numel() else indices.new_full((1,), -1)
 
@@ -269,10 +264,8 @@ def _places(blocks: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor]:
 
 
 def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
-    """Turn lists of a BlockMask into ascending block numbers, row * columns + column.
-
-    `counts`, `entries`: as `_rectangle` returns them. Row numbers continue from one head to the next.
-    """
+    """Turn lists of a BlockMask, as `_rectangle` returns them, into ascending block numbers, row * columns + column.
+    Row numbers continue from one head to the next."""
     width = entries.shape[-1]
     row, at = (torch.arange(width, device=entries.device) < counts.reshape(-1, 1)).nonzero(as_tuple=True)
     return (row * grid.columns + entries.reshape(-1, width)[row, at].long()).sort().values
@@ -280,10 +273,8 @@ def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
 
 def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> tuple[bool, bool]:
     """Return whether the mask_mod shows all pairs of `blocks`, and whether it shows exactly those with key <= query.
-
-    `blocks`: numbers row * columns + column, where rows continue from one of the `heads` to the next, and from one
-    batch element to the next.
-    """
+    Blocks are numbered row * columns + column, where rows continue from head to head and from batch element to batch
+    element."""
     is_whole = is_lower = True
     step_q, step_k = (torch.arange(size, device=blocks.device) for size in (grid.q_block, grid.k_block))
     last = grid.seq_len - 1

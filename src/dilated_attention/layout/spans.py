@@ -33,10 +33,8 @@ def check_share(name: str, value: float) -> None:
 
 
 def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, int]:
-    """Return (q_block, k_block), given a pair, or one number for both.
-
-    With one number, `q_block` replaces it for query blocks; with a pair, `q_block` is ignored.
-    """
+    """Return (q_block, k_block), given a pair, or one number for both or, if `q_block` is given, for key blocks
+    only."""
     if not isinstance(block_size, Sequence) and getattr(block_size, "ndim", 0) == 0:
         k_block = checks.integer("block_size", block_size, 1, MAX_BLOCK)
         return k_block if q_block is None else q_block, k_block
@@ -108,10 +106,8 @@ def rows_of(counts: Tensor, entries: int) -> Tensor:
 
 
 def kept_before(keep: Tensor) -> Tensor:
-    """Return how many True values of `keep` come before each entry, and in all: int64 `(entries + 1,)`.
-
-    Indexed by offsets into the list, the result gives offsets into the kept entries.
-    """
+    """Return how many True values of `keep` come before each entry, and in all: int64 `(entries + 1,)`. Indexed by
+    offsets into the list, it gives offsets into the kept entries."""
     before = torch.zeros(keep.numel() + 1, dtype=torch.int64, device=keep.device)
     torch.cumsum(keep, 0, out=before[1:])
     return before
@@ -126,11 +122,8 @@ def lists_of_keys(grid: BlockGrid, keys: Tensor, lead: tuple[int, int]) -> Lists
 
 
 def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
-    """Return integer sort keys in ascending order.
-
-    NumPy sorts CPU tensors in place. On other devices and inside `torch.func`, PyTorch returns a new tensor.
-    `kind`: NumPy's algorithm; "stable" takes linear time if `keys` joins a few sorted lists. PyTorch ignores it.
-    """
+    """Return integer sort keys in ascending order; NumPy sorts CPU tensors in place, outside graphs and `torch.func`.
+    `kind`: its algorithm; "stable" takes linear time if `keys` joins a few sorted lists."""
     if keys.device.type != "cpu" or torch.compiler.is_compiling() or in_torch_func():  # no memory for NumPy to sort
         return keys.sort().values
     keys.numpy().sort(kind=kind)  # 5 ms for two lists of 600,000; torch.sort: 10 ms, and 110 ms where cores are shared
@@ -138,11 +131,9 @@ def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"]) -> Tensor:
 
 
 def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
-    """Turn intervals of tokens into disjoint ascending runs of key blocks: (first block, length).
-
-    Both are `(query blocks, intervals)`. A run has length 0 if its interval is empty or other runs cover all its
-    blocks. If the grid is causal, keys after a query block's last query are left out.
-    """
+    """Turn intervals of tokens into disjoint ascending runs of key blocks: (first block, length), both `(query blocks,
+    intervals)`. A length is 0 if the interval is empty or other runs cover it. If the grid is causal, later keys are
+    left out."""
     first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
     if grid.is_causal:
         torch.minimum(last, grid.queries()[1], out=last)

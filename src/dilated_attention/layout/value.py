@@ -43,10 +43,8 @@ if TYPE_CHECKING:
 
 
 class Transposed(NamedTuple):
-    """List the query blocks of each key block, ascending.
-
-    The list of key block j is indices[indptr[b, h, j] : indptr[b, h, j + 1]], for batch element b and head h.
-    """
+    """List the query blocks of each key block, ascending: indices[indptr[b, h, j] : indptr[b, h, j + 1]] are those of
+    key block j for batch element b and head h."""
 
     indptr: Tensor
     indices: Tensor
@@ -471,10 +469,8 @@ class BlockLayout:
         return 4 * head_dim * int(layout.seen.sum()) * (num_heads // layout.num_heads)
 
     def _for_queries(self, seq_len: int, num_heads: int) -> BlockLayout:
-        """Return `for_heads(num_heads)`, and raise ValueError unless the layout fits this length and number of heads.
-
-        num_heads counts query heads. The layout may have lists for one head, or for KV heads whose number divides it.
-        """
+        """Return `for_heads(num_heads)`, and raise ValueError unless the layout fits this length and number of query
+        heads: it may have lists for one head, or for KV heads whose number divides it."""
         self.check(self.batch_size, seq_len, num_heads, None if num_heads % self.num_heads else self.num_heads)
         return self.for_heads(num_heads)
 
@@ -617,10 +613,8 @@ class BlockLayout:
         return type(self), (self.indptr, self.indices, self.seq_len, self.q_block, self.k_block, self.is_causal)
 
     def __setstate__(self, state: object) -> None:
-        """Refuse a pickled state.
-
-        `__reduce__` writes none. A file that contains one would bring in lists that the constructor has not checked.
-        """
+        """Refuse a pickled state: `__reduce__` writes none, and one would bring in lists that the constructor has not
+        checked."""
         raise ValueError("a layout is made of its tables alone; the file sets other attributes of it")
 
     def __repr__(self) -> str:
@@ -725,11 +719,8 @@ class BlockLayout:
         return cls._of(grid, lists_of_spans(grid, spans))
 
     def _keys(self, lead: tuple[int, int]) -> Tensor:
-        """Return row * key_blocks + column of all active blocks, ascending: int64, one number per block.
-
-        The column is the key block. The row is the query block; row numbers continue from one head to the next.
-        `lead`: the result's (batch elements, heads); shared lists are repeated for them.
-        """
+        """Return row * key_blocks + column of all active blocks, ascending, int64; row numbers continue from one head
+        to the next. `lead`: the result's (batch elements, heads); shared lists are repeated for them."""
         shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
         self.require_unchanged()
         layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
@@ -764,11 +755,9 @@ def _named(table: Tensor) -> Tensor:
 
 
 def _own(table: Tensor) -> Tensor:
-    """Return the table that a layout keeps: contiguous, as kernels read it, and never written to by others.
-
-    A table that `_named` has not named is copied: it may belong to the caller, or lie in a buffer that a compiled
-    graph reuses.
-    """
+    """Return the table that a layout keeps: contiguous, as kernels read it, and never written to by others. Unless
+    `_named` has named it, it is copied: it may belong to the caller, or lie in a buffer that a compiled graph
+    reuses."""
     if torch.compiler.is_compiling():
         return table.contiguous()
     if is_named(table) and table.is_contiguous() and not table.is_inference():
