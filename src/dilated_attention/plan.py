@@ -108,11 +108,8 @@ def _above(rows: int, columns: int, diagonal: int) -> int:
 
 
 class Part(NamedTuple):
-    """Describe what some query rows see of some key rows. It becomes a group for each progression of heads.
-
-    Attributes:
-        first: no earlier part of the branch holds these queries.
-    """
+    """Describe what some query rows see of some key rows. It becomes a group for each progression of heads. `first`: no
+    earlier part of the branch holds these queries."""
 
     queries: Rows
     keys: Rows
@@ -186,11 +183,8 @@ class Spans(NamedTuple):
 
 
 def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans:
-    """Find the segments that hold some of `tokens` [start, stop), and return them as runs of equal segments.
-
-    Segments of `segment` tokens follow one another from the start of `grid` [start, stop); the last one may be cut
-    by the end of the grid.
-    """
+    """Find the segments that hold some of `tokens` [start, stop), and return them as runs of equal segments. Segments
+    of `segment` tokens follow one another from the start of `grid` [start, stop), whose end may cut the last one."""
     begin, end = grid
     lower, upper = max(tokens[0], begin), min(tokens[1], end)
     if lower >= upper:
@@ -308,19 +302,11 @@ def sights(
 
 
 def parts_of(
-    branches: Branches,
-    branch: int,
-    offset: int,
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    is_causal: bool,
+    branches: Branches, branch: int, offset: int, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool,
     origins: tuple[int, int],
-) -> Iterator[Part]:
-    """Yield the parts of a plan in which some query sees some key. Arguments are as in `sights`.
-
-    Args:
-        origins: the positions of row 0 of q and of row 0 of k, from which the parts number their rows.
-    """
+) -> Iterator[Part]:  # fmt: skip
+    """Yield the parts of a plan in which some query sees some key. Arguments are as in `sights`. Parts number rows of q
+    and of k from positions `origins`."""
     first = not (branches.leading and branches.leading[branch])
     for some_queries, some_keys, band, zeros in sights(branches, branch, offset, queries, keys, is_causal):
         found = visible(some_queries, some_keys, band)
@@ -357,10 +343,8 @@ def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
 
 
 def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the segments that have both queries and keys, as (position of the first token, number of segments).
-
-    Segments that lie wholly in both form one run. Other segments, at most the first and the last, come alone.
-    """
+    """Yield the segments that have both queries and keys, as (position of the first token, number of segments). Those
+    that lie wholly in both form one run; others, at most the first and the last, come alone."""
     lower, upper = max(queries[0], keys[0]), min(queries[1], keys[1])
     if queries[0] >= queries[1] or keys[0] >= keys[1]:
         return
@@ -376,10 +360,8 @@ def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iter
 
 
 def _rows(first: int, stride: int, lower: int, upper: int, segment: int, segments: int) -> Rows:
-    """Return the positions first, first + stride, ... in [lower, upper), as the rows of the first of several segments.
-
-    There are `segments` segments with the same rows, `segment` tokens apart.
-    """
+    """Return the positions first, first + stride, ... in [lower, upper) as rows, and the same rows in each of
+    `segments` segments, which are `segment` tokens apart."""
     begin = first + max(0, -((first - lower) // stride)) * stride
     return Rows(begin, segment, segments, stride, max(0, -((begin - upper) // stride)))
 
@@ -389,13 +371,8 @@ def _interval(start: int, stop: int) -> Rows:
 
 
 def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | None:
-    """Return the queries that see a key, the keys that some query sees, and the band; None if no query sees a key.
-
-    The returned band counts rows of the returned queries and keys.
-
-    Args:
-        band: as in a `Sight`, in which it counts strides between positions.
-    """
+    """Return the queries that see a key, the keys that some query sees, and the band in rows of these; None if no query
+    sees a key. `band` counts strides between positions, as in a `Sight`."""
     if queries.count <= 0 or keys.count <= 0:
         return None
     shift = (keys.start - queries.start) // queries.stride
@@ -404,11 +381,9 @@ def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
 
 
 def trimmed(rows: Rows, columns: Rows, low: int | None, high: int | None) -> tuple[Rows, Rows, Band] | None:
-    """Return the rows (queries) that see a column (key), the columns that some row sees, and the band between them.
-
-    Row i sees column j iff low <= j - i <= high; the returned band counts from the first returned row and column. A
-    bound of the band, `low` or `high`, that hides nothing becomes None. Returns None if no row sees a column.
-    """
+    """Return the rows (queries) that see a column (key), the columns that some row sees, and the band between them;
+    None if there are none. Row i sees column j iff low <= j - i <= high; the returned band counts from the first
+    returned row and column, and its bounds that hide nothing are None."""
     left = 0 if low is None else max(0, low)
     right = columns.count if high is None else min(columns.count, high + rows.count)
     top = 0 if high is None else max(0, left - high)
@@ -430,11 +405,9 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a pattern in normal form, from the cache.
 
-    Args:
-        queries, keys: positions [start, stop) of the rows of q and of k; keys: the same as queries by default. Rows
-            of the plan are numbered from these starts. With compat="torchscale" both must be the whole sequence. If the
-            plan is not causal, keys and phantoms of a query then add up to ceil(w / r) per branch, where w is at most
-            the sequence length.
+    `queries`, `keys`: positions [start, stop) of the rows of q and of k, from which the plan numbers its rows; keys:
+    the same as queries by default. With compat="torchscale" both must be the whole sequence. If the plan is not causal,
+    keys and phantoms of a query then add up to ceil(w / r) per branch, where w is at most the sequence length.
     """
     keys = queries if keys is None else keys
     return plan_cache.get(
