@@ -42,10 +42,8 @@ def _of_branches(bits: int, name: str, values: Sequence[int]) -> tuple[int, ...]
 
 
 class _Term:
-    """Base class of the terms of a sum. A `BlockLayout`, which has no `+` itself, may be added to one.
-
-    A subclass defines `_plot_head`, and `_least_heads` if the default number of heads in `plot` is another.
-    """
+    """Base class of the terms of a sum, which may also be a `BlockLayout`. A subclass defines `_plot_head`, and
+    `_least_heads` if the default number of heads in `plot` is another."""
 
     def __add__(self, other: Any) -> Sum:
         """Return the sum of both patterns: what either shows, counts added; see `Sum`."""
@@ -86,10 +84,7 @@ class _Term:
 
 
 class _Branched(_Term):
-    """Base class of patterns that can be written as a list of branches: `Dilated`, `Window`, and sums of them.
-
-    A subclass defines `branches`.
-    """
+    """Base class of patterns that can be written as a list of `branches`: `Dilated`, `Window`, and sums of them."""
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
         """Return the pattern as branches, for num_heads KV heads; arguments as in `Dilated.offset_table`.
@@ -375,10 +370,8 @@ _kept_branches = lru_cache(maxsize=1024, typed=True)(_branches)  # typed: True i
 
 
 def _unserved(branches: Branches) -> list[tuple[int, int, int]]:
-    """For each branch, return (number of residues that no head serves, segment length, rate).
-
-    A segment shorter than the rate has only as many residues as tokens.
-    """
+    """For each branch, return (number of residues that no head serves, segment length, rate). A segment shorter than
+    the rate has only as many residues as tokens."""
     return [
         (min(segment, rate) - len({offset for offset in row if 0 <= offset < segment}), segment, rate)
         for segment, rate, row in zip(*branches[:3], strict=True)
@@ -508,10 +501,7 @@ def _offsets(pattern: Dilated) -> Offsets:
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
     """Return `layout` itself if it is a `BlockLayout`; otherwise call it for its layout of `length` tokens.
-
-    `plan_cache` keeps what a callable returned as long as the callable lives. A callable that allows no weak reference
-    (`__slots__`) is called every time.
-    """
+    `plan_cache` keeps what a callable returned as long as it lives, if it allows weak references."""
     if isinstance(layout, BlockLayout):
         return layout
 
@@ -540,17 +530,13 @@ def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLay
 
 
 def pattern_for(layout: LayoutOfLength, length: int) -> BlockLayout | Product:
-    """Return the layout that a layout function returns for `length` tokens.
-
-    While torch.export records a graph for any length, `length` is a symbol, and the function can be called only when
-    the graph runs. Then return `Dilated(...) * layout` with a single segment that holds all tokens, at rate 1.
-    """
+    """Return the layout that a layout function returns for `length` tokens. While torch.export records a graph for any
+    length, it can be called only when the graph runs: then return its product with one segment of all tokens."""
     return Dilated((WHOLE,), (1,)) * layout if is_symbol(length) else layout_for(layout, length)
 
 
 _FUNCTIONS: dict[str, LayoutOfLength] = {}
-"""The layout functions that exported programs call, when they run, for the length at hand. They are kept permanently.
-"""
+"""The layout functions that exported programs call when they run, kept permanently."""
 
 
 @constant_when_traced
