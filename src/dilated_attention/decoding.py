@@ -230,11 +230,9 @@ def listed_attention(
 
 
 def _tokens(chosen: Tensor, block_size: int, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens in the chosen blocks, `(queries, lists, tokens)`, and which of them are hidden.
-
-    `chosen`: block numbers, `(queries, lists, blocks)`, padded with -1; `position`: each query's position. A token is
-    hidden if it comes after its query, or if its block is padding or a repeat; token 0 then stands in for it.
-    """
+    """Return the tokens in the chosen blocks, `(queries, lists, tokens)`, and which of them are hidden: those after
+    their query's `position`, and those of blocks that are padding (-1) or a repeat. Token 0 stands in for a hidden
+    one."""
     chosen = chosen.sort(-1).values
     again = F.pad(chosen.diff(dim=-1) == 0, (1, 0))[..., : chosen.shape[2]]
     inside = torch.arange(block_size, device=chosen.device)

@@ -162,11 +162,9 @@ def explain(
 def _work(
     call: Call, q: Tensor, k: Tensor
 ) -> tuple[list[tuple[StridedGroup, int, BlockLayout | None]], list[BlockLayout]]:
-    """Return (group, number of batch elements, its layout or None) for all groups, and a list of the layouts used.
-
-    With `lengths` or `cu_seqlens` each sample has its own entries, of 1 element; else one entry covers the whole batch.
-    The list has one layout per length, and per sample if the layouts differ by sample.
-    """
+    """Return (group, number of batch elements, its layout or None) for all groups, and a list of the layouts used: one
+    per length, and per sample if layouts differ by sample. With `lengths` or `cu_seqlens` each sample has its own
+    entries."""
     work: list[tuple[StridedGroup, int, BlockLayout | None]] = []
     layouts: dict[tuple[int, int | None], BlockLayout] = {}
     per_sample = any(layout.batch_size > 1 for layout in call.layouts)

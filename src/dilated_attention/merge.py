@@ -21,10 +21,8 @@ from torch import Tensor
 
 
 def running(q: Float[Tensor, "*rows dim"], covered: bool) -> tuple[Float[Tensor, "*rows dim"], Float[Tensor, "*rows"]]:
-    """Return new contiguous tensors for out, like q, and its lse: the result (0, -inf) over no keys.
-
-    If `covered`, they have no values: the caller writes every row.
-    """
+    """Return new contiguous tensors for out, like q, and its lse: the result (0, -inf) over no keys, or uninitialised
+    if `covered`, since the caller then writes every row."""
     of_lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(*q.shape[:-1], dtype=of_lse)
@@ -37,10 +35,8 @@ def merge_into(
     part_out: Float[Tensor, "*rows dim"],
     part_lse: Float[Tensor, "*rows"],
 ) -> None:
-    """Merge a partial result into the running (out, lse), in place. part_lse is overwritten with the merged lse.
-
-    The tensors may be strided views.
-    """
+    """Merge a partial result into the running (out, lse), in place; tensors may be strided views. part_lse is
+    overwritten with the merged lse."""
     # The part's share is exp(part_lse - merged) = sigmoid(part_lse - lse). Two empty rows give NaN: their share is 0.
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0).unsqueeze(-1)
     if out.dtype == share.dtype:

@@ -40,10 +40,8 @@ def context_group(mesh: Mesh) -> ProcessGroup:
 
 
 def held_mesh(mesh: Mesh | None) -> DeviceMesh | None:
-    """Return the mesh as a DeviceMesh, which a module keeps; None stays None.
-
-    Unlike a process group, it can be copied and pickled with the module.
-    """
+    """Return the mesh as a DeviceMesh, which a module keeps, since it can be copied and pickled unlike a group; or
+    None."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     group = context_group(mesh)

@@ -101,13 +101,11 @@ def attention_weights(
 
 
 def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: int) -> tuple[Tensor, ...]:
-    """Return the tiles of queries and keys that a group computes: whole segments, or the blocks of the layout in them.
+    """Return the tiles of queries and keys that a group computes, whole segments or the blocks of the layout in them,
+    with `ratio` query heads per KV head.
 
-    `ratio`: query heads per KV head.
-
-    Returns:
-        sample, query head, segment, each `(tiles,)`; positions in the segment of the queries `(tiles, rows)` and of the
-        keys `(tiles, columns)`; which pairs are seen, `(tiles, rows, columns)`.
+    The result is: sample, query head, segment, each `(tiles,)`; positions in the segment of the queries `(tiles, rows)`
+    and of the keys `(tiles, columns)`; which pairs are seen, `(tiles, rows, columns)`.
     """
     count, columns, segments = group.queries.count, group.keys.count, group.queries.segments
     kv_head = torch.arange(group.heads, device="cpu") * group.head_stride + group.head
