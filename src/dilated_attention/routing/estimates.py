@@ -154,10 +154,8 @@ def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: i
 
 
 def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
-    """Join each `joined` neighbouring tokens of x (B, N, H, D) to a vector; return vectors `at`, (B, vectors, H, ...).
-
-    Tokens that are missing at the end count as zeros. `turned`: put the tokens of a vector in reverse order.
-    """
+    """Join each `joined` neighbouring tokens of x (B, N, H, D), in reverse order if `turned`, to a vector; return
+    vectors `at`, (B, vectors, H, ...). Tokens that are missing at the end count as zeros."""
     first, last = at.start * joined, at.stop * joined
     some = x[:, first:last]
     rows = F.pad(some, (0, 0, 0, 0, 0, last - first - some.shape[1])).unflatten(1, (at.stop - at.start, joined))
@@ -165,11 +163,9 @@ def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
 
 
 def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int]]:
-    """Yield slices of at most `most` rows, each with the largest number of keys that one of its rows sees (at least 1).
-
-    `seen`: how many keys each row (query block) sees; it does not decrease. Where it grows, a slice has at most an
-    eighth of all rows. Rows are numbered from `first`.
-    """
+    """Yield slices of at most `most` rows, numbered from `first`, each with the largest number of keys that one of its
+    rows sees (at least 1). `seen`: how many each row sees, not decreasing; where it grows, a slice has at most an
+    eighth of all rows."""
     rows = len(seen)
     step = most if not rows or int(seen.min()) == int(seen[-1].max()) else min(most, -(-rows // 8))
     for start in range(0, rows, step):
@@ -178,12 +174,9 @@ def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int
 
 
 def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
-    """Return the share of each key block, (…, rows, columns), from logits (…, rows, parts, peaks, columns).
-
-    A row (query block) is represented by `parts` queries, a key block by `peaks` keys. Each query's softmax is summed
-    over the keys of a block, and averaged over the queries: `weight`, (rows, parts), holds their weights, whose sum in
-    a row is 1. A row that sees no key gets zeros. Overwrites the logits.
-    """
+    """Return the share of each key block, (…, rows, columns), from logits (…, rows, parts, peaks, columns): each
+    query's softmax, summed over the keys of a block and averaged over the queries with `weight`, (rows, parts), whose
+    sum in a row is 1. A row that sees no key gets zeros. Overwrites the logits."""
     largest = logits.amax((-1, -2), keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     mass = logits.sub_(largest).exp_().sum(-2)
     total = mass.sum(-1).clamp_(min=torch.finfo(logits.dtype).tiny)
@@ -254,11 +247,9 @@ def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[
 
 
 def part_means(x: Tensor, grid: Candidates, block: int, parts: int, before: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the means of `parts` consecutive parts of each block, and the number of tokens in each part.
-
-    Turns x (B, N, H, D) into means (B, blocks, parts, H, D) and sizes (blocks, parts). `before`: in place of a block
-    take the `block` tokens that end at its first token (the first block then has none), and that token alone as a part.
-    """
+    """Return the means (B, blocks, parts, H, D) of `parts` consecutive parts of each block of x (B, N, H, D), and the
+    number of tokens in each part, (blocks, parts). `before`: in place of a block take the `block` tokens that end at
+    its first token (the first block then has none), and that token alone as a part."""
     starts, stops, size = grid.once(("parts", block, parts, before), lambda grid: _parts(grid, block, parts, before))
     if is_compiled(x):
         return compiled.means(x, starts.flatten(), stops.flatten()).unflatten(1, size.shape), size
@@ -287,10 +278,8 @@ def _parts(grid: Candidates, block: int, parts: int, before: bool) -> tuple[Tens
 
 
 def extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:
-    """Return the greatest, then the least components of each page, (B, pages, H, 2 D), for keys x (B, N, H, D).
-
-    The first `skip` tokens do not count.
-    """
+    """Return the greatest, then the least components of each page of keys x (B, N, H, D) without the first `skip`
+    tokens: (B, pages, H, 2 D)."""
     starts = torch.arange(0, x.shape[1], page, device=x.device)
     if is_compiled(x):
         return compiled.extremes(x, starts.clamp(min=skip), (starts + page).clamp(max=x.shape[1])).to(x.dtype)
@@ -311,12 +300,9 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def along(blocks: Tensor, direction: Tensor) -> Tensor:
-    """Return the dot products of keys with directions.
-
-    blocks (B, blocks, block, kv_heads, D) and direction (B, blocks or 1, heads, D) give (B, blocks, heads, block). A
-    single product with a block-diagonal matrix reads the keys in place, where one product per head would copy them. The
-    matrix is the left factor, so that the many tokens form the wide side of the result.
-    """
+    """Return the dot products of keys with directions: blocks (B, blocks, block, kv_heads, D) and direction (B, blocks
+    or 1, heads, D) give (B, blocks, heads, block). A single product with a block-diagonal matrix reads the keys in
+    place, where one product per head would copy them. The many tokens form the wide side of the result."""
     kv_heads, heads = blocks.shape[3], direction.shape[2]
     diagonal = direction.new_zeros(*direction.shape[:3], kv_heads, direction.shape[3])
     head = torch.arange(heads, device=direction.device)

@@ -80,10 +80,8 @@ class Forecast:
 
     @cached_property
     def distant(self) -> Tensor:
-        """Return (B, H, sampled + 1, columns): entry n is the mean of `seen` over the first n sampled rows.
-
-        Columns are distances from the last block that a row may choose.
-        """
+        """Return (B, H, sampled + 1, columns): entry n is the mean of `seen` over the first n sampled rows, by distance
+        from the last block that a row may choose."""
         may = self.grid.allowed[self.sampled]
         reached = torch.arange(self.grid.columns, device=self.grid.device) < may.sum(-1, keepdim=True)
         mean = self._turned(self.seen, may).cumsum(2) / reached.cumsum(0).clamp(min=1)
@@ -91,10 +89,8 @@ class Forecast:
 
     @staticmethod
     def _turned(x: Tensor, may: Tensor) -> Tensor:
-        """Reorder x (…, rows, columns) from key blocks to distances from the last block that a row may choose, or back.
-
-        `may`: booleans (rows, columns), the blocks that a row may choose. Entries without a block are 0.
-        """
+        """Reorder x (…, rows, columns) from key blocks to distances from the last block that a row may choose (`may`,
+        (rows, columns)), or back. Entries without a block are 0."""
         at = may.sum(-1, keepdim=True) - 1 - torch.arange(may.shape[-1], device=may.device)
         return x.gather(-1, at.clamp(min=0).expand(x.shape)).masked_fill_(at < 0, 0.0)
 

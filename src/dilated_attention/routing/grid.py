@@ -25,11 +25,8 @@ Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
 
 
 def is_compiled(*tensors: Tensor) -> bool:
-    """Return whether the compiled library can compute with these tensors.
-
-    It needs plain CPU tensors of one dtype (float32, bfloat16 or float16) with contiguous rows, outside graphs and
-    torch.func, and no gradient to record.
-    """
+    """Return whether the compiled library can compute with these tensors: plain CPU tensors of one dtype that it
+    `serves`, outside graphs and torch.func, and without a gradient to record."""
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not learned and checks.readable(*tensors) and compiled.serves(*tensors)
 
@@ -111,12 +108,9 @@ class Candidates(BlockGrid):
         return self.once(density, lambda grid: grid._blocks(density))
 
     def _blocks(self, density: float) -> Tensor:
-        """Return how many key blocks each query block keeps, `(rows,)`: round(density * visible), at least `floor`.
-
-        These are at least the blocks always listed, and at most those visible. When causal, a partial last query block
-        keeps as many as a whole one, minus those that only the whole one would see. So the number of earlier blocks
-        that it chooses does not depend on how many tokens follow.
-        """
+        """Return how many key blocks each query block keeps, `(rows,)`: round(density * visible), at least `floor` and
+        those always listed. When causal, a partial last query block keeps as many as a whole one, minus those that only
+        the whole one would see, so that its choice among earlier blocks does not depend on how many tokens follow."""
         visible = self.visible().to(self.device)
         whole = (self.first_query + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
         present = (whole * density).round().long().clamp(min=self.floor) - (whole - visible)

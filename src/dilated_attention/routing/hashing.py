@@ -149,11 +149,9 @@ def _shares(
 
 
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
-    """Return the mean of all tokens, (B, 1, H, D), from the means (B, blocks, H, D) of blocks of `size` tokens.
-
-    When causal, return for each block the plain mean of its own and all earlier blocks' means, (B, blocks, H, D).
-    Computed in single precision at least, because float16 cannot count beyond 65,504.
-    """
+    """Return the mean of all tokens, (B, 1, H, D), from the means (B, blocks, H, D) of blocks of `size` tokens; when
+    causal, for each block the plain mean of all means so far, (B, blocks, H, D). float16 could not count beyond
+    65,504."""
     dtype = torch.promote_types(means.dtype, torch.float32)
     means, size = means.to(dtype), size.to(dtype)
     if not is_causal:

@@ -67,12 +67,9 @@ def topk_blocks(
 def largest_shares(
     q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, lookahead: bool = False
 ) -> BlockLayout:
-    """Choose as `topk_blocks` does, from shares that are estimated with the queries and keys in `sample`.
-
-    When causal, the queries in `sample` that stand for a query block end at the block's first one, and its shares are
-    forecast from them as the package docstring of `routing` says. With `lookahead` they are the block's own queries.
-    Then, and without causality, nothing is forecast.
-    """
+    """Choose as `topk_blocks` does, from shares that are estimated with the queries and keys in `sample`. When causal,
+    its queries end at the first one of their block, and shares are forecast from them; but not with `lookahead`, where
+    they are the block's own."""
     budget = grid.budget(density)
     forecast = Forecast(q, k, grid) if grid.is_causal and not lookahead else None
     return grid.layout_of(

@@ -57,23 +57,14 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def means(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
-    """Return the mean of x `(batch, tokens, heads, head_dim)` over each interval of tokens, 0 where it is empty.
-
-    Args:
-        starts, stops: int64 `(intervals,)`.
-
-    Returns:
-        float32 `(batch, intervals, heads, head_dim)`.
-    """
+    """Return the mean of x `(batch, tokens, heads, head_dim)` over each interval of tokens, 0 where it is empty:
+    float32 `(batch, intervals, heads, head_dim)`. `starts`, `stops`: int64 `(intervals,)`."""
     return _of_intervals(0, x, starts, stops, x.shape[3])
 
 
 def extremes(x: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
-    """Return the greatest values of the components of x in each interval of tokens, followed by the least values.
-
-    Arguments are as in `means`; the result is float32 `(batch, intervals, heads, 2 * head_dim)`. In an empty interval
-    the greatest are -inf and the least inf.
-    """
+    """Return the greatest values of the components of x in each interval of tokens, -inf if it is empty, followed by
+    the least, inf if empty: float32 `(batch, intervals, heads, 2 * head_dim)`. Arguments are as in `means`."""
     return _of_intervals(1, x, starts, stops, 2 * x.shape[3])
 
 
@@ -173,14 +164,8 @@ def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: 
 
 
 class Rows(NamedTuple):
-    """Hold which columns (key blocks) each row (query block) always lists, and among which it may choose.
-
-    All are int64 `(all rows,)`, contiguous.
-
-    Attributes:
-        starts, stops: a row always lists the columns starts to stops - 1.
-        choices: how many columns, counted from the first, it may choose among.
-    """
+    """Hold, per row (query block), the columns (key blocks) starts to stops - 1, which it always lists, and the number
+    of columns, counted from the first, among which it may choose. All are int64 `(all rows,)`, contiguous."""
 
     starts: Tensor
     stops: Tensor
@@ -215,11 +200,8 @@ def largest(share: Tensor, counts: Tensor, rows: Rows, at: slice, offsets: Tenso
     """Choose the columns that each row lists, and write them to `indices`, int64, in ascending order.
 
     A row lists `counts` columns: those that it always lists, and those with the largest shares among the others that it
-    may choose; in a tie, the first ones.
-
-    Args:
-        share, counts, rows, at: as in `forecast`.
-        offsets: int64 `(batch, lists, rows)`, where the list of each row `at` begins in `indices`.
+    may choose; in a tie, the first ones. `share`, `counts`, `rows` and `at` are as in `forecast`. `offsets`: int64
+    `(batch, lists, rows)`, where the list of each row `at` begins in `indices`.
     """
     fields = {"counts": counts.contiguous(), "offsets": offsets.contiguous(), "places": indices}
     _run(6, None, share, rows=share.shape[2], first=at.start, **fields, **_table(rows))
