@@ -269,7 +269,7 @@ def reference_attention(
     dropout: Dropout | None = None,
     **of_counts: Any,
 ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq heads"]]:
-    """Compute dilated attention from the definition.
+    """Compute dilated attention from the definition: out and lse as `attend` returns them.
 
     Args:
         segment_lengths, dilation_rates, table, of_counts: the arguments of `batch_counts`. Rows that are not computed
@@ -277,13 +277,6 @@ def reference_attention(
         scale: 1/√head_dim unless given.
         softcap: as for `attend`.
         dropout: which pairs survive, and the probability that one does not.
-
-    Returns:
-        out `(batch, seq, heads, head_dim)` in q's dtype; lse `(batch, seq, heads)`, float32 (float64 for float64),
-        natural logarithm.
-
-    Raises:
-        ValueError: the count matrix would exceed 2 GiB.
     """
     counts, phantoms = batch_counts(
         q.shape[0], q.shape[1], segment_lengths, dilation_rates, table, num_keys=k.shape[1], **of_counts
