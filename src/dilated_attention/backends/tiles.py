@@ -48,10 +48,8 @@ class Table:
 
     Attributes:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
-        spans: the number of spans in each line; unused ones are empty.
         chain: whether some tile of queries continues results that an earlier launch wrote.
-        is_causal: whether a diagonal limits what a tile sees of each span (the field `near`, kernels/strided.py).
-        banded: whether a second diagonal (the field `far`) limits it too.
+        is_causal, banded: whether a diagonal, `near` in kernels/strided.py, or also `far`, limits a span's rows.
         even: whether every tile is full: those of `lines`, and those that the loop streams.
         edge: which streamed tiles the kernel must mask. 0: none. -1: all. Without layouts, 1: those on a diagonal, and
             the partial last one of keys. With layouts, n > 0: those of the last n key blocks of each list, or of the
@@ -60,7 +58,6 @@ class Table:
             decides whether memory offsets inside the tile need 64 bits.
         strides: the distinct strides of the tiles, and of the spans that they see; empty unless tiles hold queries and
             need no mask.
-        phantoms: whether some tile counts phantoms.
         count: the number of rows per segment, which is the key of its layout in `Layouts`; None without layouts.
     """
 
