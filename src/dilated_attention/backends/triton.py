@@ -48,9 +48,8 @@ class Rule:
     Attributes:
         asks: what a call needs beyond q, k, v and causality, as in `Facts.needs`; "" for nothing.
         native: what the native backend does on a GPU for such a call; ends the message of `on_request`.
-        least: the least number of score entries times head_dim at which this backend is faster, by architecture
-            (kernels/configurations.py). It is not chosen on an architecture without an entry. None: choose it at any
-            size, since native cannot compete.
+        least: by architecture, the least score entries times head_dim at which this backend is faster. None: choose it
+            at any size, since native cannot compete.
     """
 
     asks: str
@@ -212,8 +211,7 @@ def run(kernel: Any, programs: int, **arguments: Any) -> Any:
 
 @dataclass(slots=True)
 class Bound:
-    """Hold a launch with every argument fixed except the tensors, which must be of one kind (dtypes, strides and so
-    on).
+    """Hold a launch with every argument fixed except the tensors, which must be of one kind.
 
     Attributes:
         names: the names of the tensors in the kernel; settled: the fixed arguments by name.
@@ -246,11 +244,7 @@ class Bound:
 
 @dataclass(slots=True)
 class Boxed(Bound):
-    """Hold a launch of kernels/hopper.py, which reads q, k and v through descriptors.
-
-    Attributes:
-        describe: makes the descriptors of q, k and v, by their names in the kernel.
-    """
+    """Hold a launch of kernels/hopper.py, which reads q, k and v through descriptors that `describe` makes by name."""
 
     describe: Any = None
 
@@ -285,11 +279,9 @@ def _bound(
     also: tuple[Any, ...],
     settle: Callable[[], tuple[Bound, ...]],
 ) -> tuple[Bound, ...]:
-    """Return the launches for these tensors from `held`, or make them with `settle` and add them to `held`.
-
-    Launches are held by the strides and alignment of each tensor, and by `also`: everything else that they depend on,
-    such as shapes and dtypes. The size of `held` is bounded, even if every call has tensors of another kind.
-    """
+    """Return the launches for these tensors from `held`, of bounded size, or make them with `settle` and add them.
+    Their key is the strides and alignment of each tensor, and `also`: everything else that they depend on, such as
+    shapes and dtypes."""
     addresses = [x.data_ptr() for x in tensors if x is not None]
     aligned = not any(x % 16 for x in addresses) or tuple([x % 16 == 0 for x in addresses])
     seen = (*also, aligned, *[None if x is None else x.stride() for x in tensors])
