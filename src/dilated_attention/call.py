@@ -80,7 +80,6 @@ class Shards:
         group_name: the name of the process group, by which PyTorch finds it again.
         bounds: the edges of the shards, one more than ranks; or the global length alone, for balanced shards.
         samples: the edges of packed samples; None for one sample.
-        transport: how rows travel between ranks, as `attention` takes it.
         lengths: the lengths of all samples of a padded batch, if the call is one of these samples; otherwise empty.
         sinks: whether the call has sinks. This and `lengths` serve only to check that all ranks passed the same.
         layer: the name of the calling layer, for error messages.
@@ -105,13 +104,11 @@ class Call:
         choice: the backend, and why it was chosen.
         layouts: the block layouts inside segments, one for each number of tokens that take part in a segment; empty
             if the pattern has no layout.
-        lengths, cu_seqlens: where samples end, as `attention` takes them. Over a mesh, `shards` has the edges of
-            packed samples.
+        lengths, cu_seqlens: where samples end. Over a mesh, `shards` has the edges of packed samples.
         first_head: global index of the first query head.
         seed: the seed of dropout, drawn when the call runs; None without dropout.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts: the positions of the first query and of the first key.
-        softcap: the bound of scores; 0: no bound.
         layout_function: the name of the function that gives the layouts when an exported call runs; "": they are in
             `layouts`.
         problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it

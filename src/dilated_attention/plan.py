@@ -25,8 +25,7 @@ class Branches(NamedTuple):
     """Hold a pattern in normal form: length w and rate r of each branch, and the offset of each KV head in the branch.
 
     Attributes:
-        offsets: by branch, then KV head; -1: the head takes no part; `ALL`: it takes part with every residue.
-        compat: `"torchscale"` or None, as in `Dilated`.
+        offsets: by branch, then KV head, as in `OffsetTable`.
         bands: (low, high) for each branch with rate r: a query at position p sees only the keys of its segment at
             p + i * r for low <= i <= high, where None means no bound; empty: no bounds.
         leading: for each branch, the number of first tokens that all tokens see and that see all tokens, besides what
@@ -120,12 +119,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the groups of one pattern at one sequence length.
-
-    Attributes:
-        covered: the groups marked `first` hold every (row, head), so that out and lse need no initial values.
-        square: in every group the queries are the keys (self-attention on one device).
-    """
+    """Hold the groups of one pattern at one sequence length. `covered`: those marked `first` hold every (row, head), so
+    that out and lse need no initial values. `square`: in every group the queries are the keys."""
 
     seq_len: int
     num_heads: int
@@ -170,8 +165,7 @@ class Spans(NamedTuple):
     """Describe the segments of a grid (see `spans`) that have tokens in [lower, upper), as runs of equal segments.
 
     Attributes:
-        segment: the segment length; a segment that is longer than the grid has the grid's length.
-        lower, upper: the tokens that were asked for, cut to the grid.
+        segment: the segment length, at most that of the grid.
         runs: for each run, start and stop of its whole first segment (tokens outside [lower, upper) included), the
             number of segments, and whether the first one has tokens outside.
     """

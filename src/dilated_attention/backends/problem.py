@@ -27,7 +27,6 @@ class Problem:
     """Hold everything that a backend needs besides its tensors.
 
     Attributes:
-        plan: which query rows see which key rows.
         scale: factor of the scores, positive (`call.split_scale`).
         hidden: True for a key that no query sees; per KV head if keys received from other ranks differ by head.
         layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q, and
