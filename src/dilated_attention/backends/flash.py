@@ -61,11 +61,6 @@ def refusal(facts: Facts) -> str | None:
     return None
 
 
-def on_request(facts: Facts) -> str:
-    """Return why `auto` does not choose this backend."""
-    return "not required to be installed; only on request"
-
-
 @cache
 def version(capability: tuple[int, int]) -> int | None:
     """Return the preferred version of FlashAttention that is installed and supports a compute capability; None if none

@@ -52,10 +52,6 @@ def refusal(facts: Facts) -> str | None:
     return None
 
 
-def on_request(facts: Facts) -> None:
-    """Return None: `auto` chooses this backend wherever no other comes first."""
-
-
 def _families(groups: tuple[StridedGroup, ...]) -> Iterator[tuple[StridedGroup, int]]:
     """Join runs of groups, each shifted by one token and one KV head from the one before it, into *families*: yield the
     first group of each, and the number of its groups, the residues.

@@ -298,11 +298,6 @@ def refusal(facts: Facts) -> str | None:
     return None
 
 
-def on_request(facts: Facts) -> str:
-    """Return why `auto` does not choose this backend."""
-    return "quadratic in the sequence; only on request"
-
-
 def _check_size(batch: int, num_heads: int, seq_len: int) -> None:
     size = 4 * batch * num_heads * seq_len**2
     if size > MAX_BYTES:

@@ -79,15 +79,17 @@ _REGISTERED = (
     ),
     Backend(
         "native", "PyTorch's fused attention serves every device",
-        native.refusal, native.on_request, native.forward, native.backward, over_mesh=True, masks_over_mesh=True,
+        native.refusal, lambda _: None, native.forward, native.backward, over_mesh=True, masks_over_mesh=True,
     ),
     Backend(
-        "flash", "FlashAttention is installed", flash.refusal, flash.on_request,
+        "flash", "FlashAttention is installed",
+        flash.refusal, lambda _: "not required to be installed; only on request",
         partial(native.forward, operators=flash), partial(native.backward, operators=flash),
     ),
     Backend(
         "reference", "the definition, in double precision",
-        reference.refusal, reference.on_request, attend=reference.reference_attention,
+        reference.refusal, lambda _: "quadratic in the sequence; only on request",
+        attend=reference.reference_attention,
     ),
 )  # fmt: skip
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _REGISTERED}
