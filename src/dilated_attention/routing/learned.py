@@ -59,10 +59,8 @@ class LearnedRouter(nn.Module):
         super().__init__()
         check_share("density", density)
         block_pair(block_size)
-        num_heads, head_dim, rank = (
-            checks.positive(name, value)
-            for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("rank", rank))
-        )
+        num_heads, rank = checks.positive("num_heads", num_heads), checks.positive("rank", rank)
+        head_dim = checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
         num_kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads:
