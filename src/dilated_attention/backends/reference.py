@@ -51,19 +51,13 @@ def count_matrix(
     Args:
         segment_lengths, dilation_rates: w and r of each branch.
         table: o(h) per branch and head; -1 where the head takes no part in the branch.
-        seq_len: N, the number of queries.
-        is_causal: hide the keys after each query.
+        seq_len, num_keys: the number of queries, and of keys (default: as many).
         key_padding_mask: True at keys that are hidden from every query.
         visible: `visible(n)` returns which of a segment's n participating tokens sees which; default: all see all.
         bands, leading: for each branch; default: no bound and no leading tokens.
         starts: the positions of the first query and of the first key.
-        num_keys: the number of keys; default: N.
 
-    Returns:
-        int32 `(heads, seq, keys)`, indexed by head, query and key.
-
-    Raises:
-        ValueError: the matrix would exceed 2 GiB.
+    Raises ValueError if the matrix, int32, would exceed 2 GiB.
     """
     num_heads = len(table[0])
     num_keys = seq_len if num_keys is None else num_keys
@@ -147,8 +141,7 @@ def attend(
     Args:
         q, k, v: query head h attends with KV head h // (heads / kv_heads).
         counts: c, of any pattern; the batch may be left out.
-        scale: s = scale · q·k.
-        softcap: c > 0 replaces s by c tanh(s / c).
+        scale, softcap: s = scale · q·k; a softcap c > 0 replaces s by c tanh(s / c).
         phantoms: further keys per query with score 0 and value 0.
         keep, dropout_p: dropout after the softmax: out = Σ P keep v / (1 - dropout_p); lse stays.
 
@@ -222,13 +215,10 @@ def batch_counts(
     element count for each sample in it.
 
     Args:
-        segment_lengths, dilation_rates, table: as for `count_matrix`; the table's heads are those of k and v.
         compat: `"torchscale"` returns the zero keys; otherwise None replaces them.
-        lengths: number of tokens of each sample; later rows are neither seen nor computed.
-        cu_seqlens: the edges of samples packed into a batch of one, starting at 0.
-        key_padding_mask: True at keys that are hidden from every query.
+        lengths, cu_seqlens: as in `attention`.
         visible: `visible(i, n)` returns which of the n participating tokens of a segment of sample i sees which.
-        starts, num_keys, of_branches: `starts`, `num_keys`, `bands` and `leading` of `count_matrix`.
+        of_branches: `bands` and `leading` of `count_matrix`, which describes the other arguments too.
     """
     num_keys = seq_len if num_keys is None else num_keys
     if cu_seqlens is not None:
