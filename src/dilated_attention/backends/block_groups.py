@@ -93,13 +93,12 @@ class _BlockPlan:
 
 @dataclass(frozen=True)
 class Calls:
-    """Describe a group without its tensors. A fused call computes as many of its rows as memory allows.
+    """Describe a `Group` without its tensors. A fused call computes as many of its rows as memory allows.
 
     Attributes:
-        rows: the number of rows, counted for each head that has its own lists. A row is some query blocks that are
-            computed together. queries, keys: query tokens and key tokens per row.
+        rows: the number of rows, counted for each head that has its own lists.
+        queries, keys: query tokens and key tokens per row.
         copied: the keys are gathered; else they are a view.
-        masked: the diagonal cuts the key blocks. first: results are written; else merged into those of earlier calls.
     """
 
     rows: int

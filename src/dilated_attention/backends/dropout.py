@@ -73,12 +73,8 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Hold the hash words of a `Dropout`, two per query row and one per key, for independent attention problems.
-
-    Attributes:
-        threshold: the least hash that survives.
-        factor: 1 / (1 - p).
-    """
+    """Hold `threshold`, `factor` and hash words of a `Dropout`, two per query row and one per key, for independent
+    attention problems."""
 
     threshold: int
     factor: float
@@ -107,9 +103,7 @@ def dropout_of(
 
     Args:
         seed: any 64-bit number, on the device of q.
-        heads: the number of heads of q.
-        queries: the global position of each row of q.
-        keys: the global position of each row of k, which may differ by head where rows were gathered.
+        queries, keys: the global position of each row of q and of k, which may differ by head where rows were gathered.
         head_offset: global index of the first query head.
     """
     if not probability:

@@ -18,7 +18,6 @@ class Launch:
     """Hold one call of the compiled kernels: its tiles, and how threads share them as jobs.
 
     Attributes:
-        side: which rows the tiles hold.
         table: the tiles, ordered so that those of a job are neighbours.
         jobs: int64 `(jobs + 1,)`; job x is lines jobs[x] to jobs[x + 1] - 1 of the table. Owned jobs (`launch_of`) run
             the heaviest first; others in an order in which neighbours read the same rows.
@@ -63,9 +62,8 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
 
     Args:
         owned: group tiles into jobs such that no row is seen by tiles of two jobs: a job may then add to the rows that
-            it sees. If not, a job is one tile, or up to `together` tiles in a launch for kernels/cpu/few.h.
-        most_few: a launch whose tiles have at most this many rows is marked `few`, owned or not (see `Launch`).
-        together: the most tiles per job in such a launch.
+            it sees. If not, a job is one tile, or up to `together` tiles in a launch that is `few`.
+        most_few: the most rows per tile of a launch that is `few`, owned or not (see `Launch`).
     """
     lines = table.lines.numpy()
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
