@@ -35,7 +35,6 @@ def plot_counts(
 
     Args:
         pattern: a `Dilated`, which this module must not import.
-        num_heads: the number of KV heads.
         layout_of: returns the block layout inside a segment, given the number of tokens that take part in it.
         pixels: the largest side of the picture; in a longer sequence a square is the mean over neighbouring pairs.
             None: no limit.
@@ -108,12 +107,8 @@ def plot_blocks(
 ) -> Axes:
     """Draw the active blocks, given as their numbers (query blocks, key blocks), in a grid of `shape` blocks.
 
-    A pixel that holds several blocks is darker the larger the share of them that is active.
-
-    Args:
-        shape: the number of query blocks, and of key blocks.
-        block_size: tokens per query block, and per key block.
-        is_causal: also draw the diagonal, as a dashed line.
+    A pixel that holds several blocks is darker the larger the share of them that is active. If causal, the diagonal is
+    drawn as a dashed line.
     """
     sides = [min(number, PIXELS) for number in shape]
     row, column = (x * side // number for x, side, number in zip(blocks, sides, shape, strict=True))
@@ -134,9 +129,8 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
     The colours can also be distinguished in grey and by the colour-blind.
 
     Args:
-        places: the corner (x, y) of each tile where both are least.
+        places: the corner (x, y) of each tile where both are least, in the unit of `size`, the side of a tile.
         values: one per tile; the colour bar calls them attention relative to uniform.
-        size: the side of a tile, in the unit of `places`.
     """
     ax = _new_axes() if ax is None else ax
     from matplotlib.collections import PolyCollection
