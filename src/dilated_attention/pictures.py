@@ -70,11 +70,8 @@ def plot_counts(
 
 
 def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None = None) -> Axes:
-    """Draw the pairs that strided groups show. Only a few of the rows that share a pixel are drawn.
-
-    Args:
-        groups: objects of `plan.StridedGroup`, which this module must not import.
-    """
+    """Draw the pairs that strided groups show (`plan.StridedGroup`, which this module must not import). Only a few of
+    the rows that share a pixel are drawn."""
     side = min(seq_len, PIXELS)
     image = np.zeros((side, side))
     edges = np.arange(side + 1) * seq_len // side

@@ -198,10 +198,9 @@ def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans
 def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, bool]]:
     """Return, as runs of equal segments, the rows that take part in a branch with this rate and offset (not `ALL`).
 
-    Returns:
-        For each run of `spans` with rows in its [lower, upper): these rows; ceil(spans.segment / rate) minus the number
-            of rows of the whole segment (its phantoms under compat="torchscale"); whether the segment reaches beyond
-            [lower, upper).
+    For each run of `spans` with rows in its [lower, upper), that is: these rows; ceil(spans.segment / rate) minus the
+    number of rows of the whole segment (its phantoms under compat="torchscale"); whether the segment reaches beyond
+    [lower, upper).
     """
     segment, lower, upper, runs = spans
     found = []

@@ -187,14 +187,10 @@ def _calls(
 ) -> Iterator[tuple[Sequence, Group, Scores, list[Any]]]:
     """Yield the arguments of each call of a fused operator: (sequence, group, settings of the scores, views).
 
-    The views of the tensors are (seq, heads, ...), of one batch element and the call's heads.
-
-    Args:
-        scores: settings of the scores for the whole layout; each call gets its own causality, bias and dropout.
-        tensors: (batch, heads, seq, ...), q first; None stays None.
-        copies: the temporary vectors of head_dim numbers, per token and head that a call reads or writes. They limit
-            its rows and heads (`Sequence.parts`).
-        by_head: where keys are gathered, prefer calls with few heads.
+    The settings are `scores` with the call's own causality, bias and dropout. The views of `tensors`, which are (batch,
+    heads, seq, ...), q first, or None, are (seq, heads, ...), of one batch element and the call's heads. A call reads
+    or writes `copies` temporary vectors of head_dim numbers per token and head; they limit its rows and heads
+    (`Sequence.parts`).
     """
     q, pairs = tensors[0], scores.pairs
     words = [] if pairs is None else [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]
@@ -214,11 +210,8 @@ def forward(
     layout: BlockLayout, scores: Scores, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Statistic]:
     """Return (out, lse) of a layout, as `fused.forward` does, for q, k, v `(batch, heads, seq, head_dim)`, any strides.
-
-    Args:
-        scores: settings of the scores; `is_causal` is ignored: the layout says whether it is causal. A bias has one row
-            for all heads and queries.
-    """
+    A bias in `scores` has one row for all heads and queries; its `is_causal` is ignored: the layout says whether it is
+    causal."""
     shape = q.shape
     scores, (q, k, v) = _folded(layout, scores, q, k, v)
     out, lse = (x.transpose(1, 2) for x in running(q.transpose(1, 2), _covered(layout)))

@@ -75,22 +75,13 @@ class Table:
 
 
 def tables(
-    plan: Plan,
-    side: Side,
-    shape: Shape,
-    layouts: Layouts | None,
-    device: torch.device,
-    *,
-    join: bool = True,
+    plan: Plan, side: Side, shape: Shape, layouts: Layouts | None, device: torch.device, *, join: bool = True
 ) -> list[Table]:
-    """Return the tables of all launches of a plan, in the order in which they run.
+    """Return the tables of all launches of a plan, in the order in which they run, for tiles of `shape`. With layouts,
+    the launches compute only the blocks that the layouts list in each segment.
 
-    With layouts, the launches compute only the blocks that the layouts list in each segment.
-
-    Args:
-        shape: the rows per tile: `own` that it holds, `loop` that each step of its loop streams.
-        join: compute consecutive turns (see `turns`) in one launch where that adds hardly any loop steps; has no effect
-            with layouts, or if some group is causal or has another band.
+    `join`: compute consecutive turns (see `turns`) in one launch where that adds hardly any loop steps; has no effect
+    with layouts, or if some group is causal or has another band.
     """
     if layouts is None:
         cells = _unions(plan, side, shape, join and not plan.banded)

@@ -69,13 +69,11 @@ def estimated_shares(x: Sample, grid: Candidates) -> Iterator[tuple[slice, Tenso
 
 
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (slice of rows, shares (B, H, rows of the slice, columns)), until all rows are done.
+    """Yield (slice of rows, shares (B, H, rows of the slice, columns)), until all rows are done. A share is the part of
+    a row's (query block's) softmax that falls on the keys of a column (key block).
 
-    A share is the part of a row's (query block's) softmax that falls on the keys of a column (key block).
-
-    Args:
-        seen: int64 (rows, parts): each query of `x` sees this many of its keys, counted from the first. The numbers do
-            not decrease from row to row.
+    `seen`: int64 (rows, parts): each query of `x` sees this many of its keys, counted from the first. The numbers do
+    not decrease from row to row.
     """
     rows, parts = x.weight.shape
     batch, _, heads, _ = x.query.shape

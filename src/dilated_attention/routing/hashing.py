@@ -171,12 +171,9 @@ class _Hashes(NamedTuple):
         return 2**self.num_bits
 
     def weights(self, x: Tensor, centre: Tensor, weight: Tensor) -> Tensor:
-        """Return, for each block, the summed weight of its tokens in each bucket, (B, H, blocks, hashes * buckets).
-
-        Args:
-            x: tokens (B, blocks, T, H, D), hashed by their sides of planes through centre (B, blocks or 1, H, D).
-            weight: the weight of each token, (B or 1, blocks, H or 1, T).
-        """
+        """Return, for each block, the summed `weight`, (B or 1, blocks, H or 1, T), of its tokens x, (B, blocks, T, H,
+        D), in each bucket, (B, H, blocks, hashes * buckets). Tokens are hashed by their sides of planes through
+        `centre`, (B, blocks or 1, H, D)."""
         planes, num_bits = self
         batch, blocks, tokens, heads, _ = x.shape
         weight, level = weight.expand(batch, blocks, heads, tokens), centre @ planes

@@ -30,12 +30,9 @@ def available() -> bool:
 
 
 def column_counts(indptr: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Return how many rows (query blocks of a layout) list each column (key block), int64 `(..., columns)`.
-
-    Args:
-        indptr, indices: int64 on the CPU; row i of (batch, head) `...` has the columns
-            indices[indptr[..., i] : indptr[..., i + 1]], ascending.
-    """
+    """Return how many rows (query blocks of a layout) list each column (key block), int64 `(..., columns)`. Row i of
+    (batch, head) `...` has the columns indices[indptr[..., i] : indptr[..., i + 1]], ascending; both are int64 on the
+    CPU."""
     counts = indices.new_empty(*indptr.shape[:-1], columns)
     _run(indptr, indices, None, counts, columns)
     return counts
