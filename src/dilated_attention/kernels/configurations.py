@@ -64,23 +64,16 @@ class Architecture:
     """Hold the tile shapes of an architecture.
 
     Attributes:
-        of_lists: the shapes that replace those of `shapes` in calls with a block layout.
-        of_bands: the same in calls that are causal or have a window, whose loops are short.
-        of_banded_lists: the same in causal calls with a block layout, which need more shared memory.
+        special: the shapes that replace those of `shapes` in some calls, by (the call has a block layout, the call is
+            causal or has a window).
     """
 
     shapes: Shapes
-    of_lists: Shapes = field(default_factory=dict)
-    of_bands: Shapes = field(default_factory=dict)
-    of_banded_lists: Shapes = field(default_factory=dict)
+    special: dict[tuple[bool, bool], Shapes] = field(default_factory=dict)
 
     def shapes_of(self, kernel: Kernel, element_size: int, *, has_lists: bool, banded: bool) -> Shapes:
-        """Return the attribute that holds a kernel's shapes.
-
-        `has_lists`: the call has a block layout. `banded`: the call is causal or has a window.
-        """
-        of_lists = self.of_banded_lists if banded else self.of_lists
-        special = of_lists if has_lists else self.of_bands if banded else self.shapes
+        """Return the dictionary that holds a kernel's shapes; `has_lists`, `banded`: the key in `special`."""
+        special = self.special.get((has_lists, banded), {})
         return special if (kernel, element_size) in special else self.shapes
 
     def shape(
@@ -115,17 +108,15 @@ _SM_86 = Architecture(_SM_80.shapes | {
 # 4 warps are one warpgroup. Two or three programs of 4 warps fit on a multiprocessor, and one computes while another
 # waits: the backward, and loops as short as those of a causal call, are fastest with them. A long loop is faster with 8
 # warps and 128 keys at head_dim 128. With lists of blocks, loads start a step later, so 5 stages prefetch as far as 3
-# do otherwise.
+# do otherwise; causal calls with lists need more shared memory.
 _SM_90 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 128, 8, 3), Shape(64, 64, 8, 2)),
     ("dq", 2): (Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 32, 8, 2)),
     ("dkdv", 2): (Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 16, 8, 2)),
-}, of_lists={
-    ("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 128, 8, 5), Shape(64, 64, 8, 2)),
-}, of_banded_lists={
-    ("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 64, 8, 5), Shape(64, 64, 8, 2)),
-}, of_bands={
-    ("forward", 2): (Shape(128, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 64, 8, 2)),
+}, {
+    (True, False): {("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 128, 8, 5), Shape(64, 64, 8, 2))},
+    (True, True): {("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 64, 8, 5), Shape(64, 64, 8, 2))},
+    (False, True): {("forward", 2): (Shape(128, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 64, 8, 2))},
 })  # fmt: skip
 
 _SM_100 = Architecture(_SM_90.shapes | {
