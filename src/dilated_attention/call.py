@@ -271,8 +271,7 @@ class Call:
         return q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
-        """Return which pairs of query and key survive dropout, for the shapes and device of q and k; None without
-        dropout."""
+        """Return which pairs of query and key survive dropout, given q and k; None without dropout."""
         if self.seed is None:
             return None
         queries, keys = (

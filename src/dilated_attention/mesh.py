@@ -40,8 +40,7 @@ def context_group(mesh: Mesh) -> ProcessGroup:
 
 
 def held_mesh(mesh: Mesh | None) -> DeviceMesh | None:
-    """Return the mesh as a DeviceMesh, which a module keeps, since it can be copied and pickled unlike a group; or
-    None."""
+    """Return the mesh as a DeviceMesh, which unlike a group can be copied and pickled with a module; or None."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     group = context_group(mesh)

@@ -29,8 +29,7 @@ def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def slices(start: int, stop: int, scores: int) -> Iterator[slice]:
-    """Yield slices that cover [start, stop), of at most `CHUNK` scores or one row. `scores`: the number of scores per
-    row."""
+    """Yield slices that cover [start, stop), of at most `CHUNK` scores or one row; a row has `scores` scores."""
     step = max(1, CHUNK // max(1, scores))
     if 0 < stop - start <= step:  # then a graph need not know the number
         yield slice(start, stop)

@@ -73,8 +73,7 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Hold `threshold`, `factor` and hash words of a `Dropout`, two per query row and one per key, for independent
-    attention problems."""
+    """Hold `threshold`, `factor` and words of a `Dropout`, two per query and one per key, for independent problems."""
 
     threshold: int
     factor: float

@@ -230,8 +230,7 @@ def _plain_forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
 
 
 def _plain_part(scores: Scores, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return out, in single precision at least, and lse by plain products. `first`: the number of the first query of
-    q."""
+    """Return out, in single precision at least, and lse by plain products. `first`: the number of q's first query."""
     s, _ = _formed(scores, q, k, first)
     lse = s.logsumexp(-1)
     p = s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()

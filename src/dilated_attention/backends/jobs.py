@@ -34,8 +34,7 @@ class Launch:
     rows: int
 
     def idle(self, threads: int, batch: int) -> float:
-        """Estimate the time of the launch for `batch` samples if each free thread takes the next job; 1.0: all threads
-        are evenly loaded."""
+        """Estimate the time of the launch if each free thread takes the next job; 1.0: threads are evenly loaded."""
         jobs = np.repeat(self.weights, batch)
         if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
             return 1.0

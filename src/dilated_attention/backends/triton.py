@@ -442,8 +442,7 @@ def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
 def _stats(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, held: dict[tuple[Any, ...], tuple[Bound, ...]]
 ) -> Tensor:
-    """Return lse · log2(e) and rowsum(dout · out) - dlse as kernels read them: float32 (B, N, H, 2). `held`: as in
-    `_bound`."""
+    """Return lse · log2(e) and rowsum(dout · out) - dlse for kernels: float32 (B, N, H, 2). `held`: see `_bound`."""
     out, lse = out.contiguous(), lse.contiguous()
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
     dlse = None if dlse is None else dlse.contiguous()

@@ -33,8 +33,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, int]:
-    """Return (q_block, k_block), given a pair, or one number for both or, if `q_block` is given, for key blocks
-    only."""
+    """Return (q_block, k_block), given a pair, or one number for both; with a number, `q_block` replaces the first."""
     if not isinstance(block_size, Sequence) and getattr(block_size, "ndim", 0) == 0:
         k_block = checks.integer("block_size", block_size, 1, MAX_BLOCK)
         return k_block if q_block is None else q_block, k_block
