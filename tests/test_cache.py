@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import threading
 import weakref
@@ -111,7 +112,7 @@ class TestCache:
 
         in_sixteen_threads(work)
         assert not wrong
-        assert cache.info().bytes == sum(entry.nbytes for entry in cache._entries.values())
+        assert cache.info().bytes == sum(size for _, size in cache._entries.values())
 
     def test_what_is_made_under_inference_mode_serves_training(self):
         """Inference tensors cannot be saved for a backward."""
@@ -205,3 +206,53 @@ def test_tables_of_a_layout_on_a_gpu_are_made_outside_of_a_graph_s_warm_up(deriv
     with Operations() as operations:
         derive(layout)
     assert not operations.names
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_forks_and_signal_handlers_beside_calls(fresh_python):
+    """A child or a handler that found the cache's lock taken would wait for ever."""
+    fresh_python(
+        """
+        import os, signal, sys, threading, time, warnings
+        import torch
+        from dilated_attention import Dilated, attention, plan_cache
+
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        sys.setswitchinterval(1e-5)
+        x = torch.randn(1, 16, 2, 8)
+        pattern = Dilated([8], [1])
+        attention(x, x, x, pattern)
+        ends = threading.Event()
+
+        def work():
+            while not ends.is_set():
+                plan_cache.get(("a key", pattern), lambda: None)  # it hashes a pattern, which takes Python time
+
+        plan_cache.get(("a key", pattern), lambda: torch.ones(1))
+        other = threading.Thread(target=work)
+        other.start()
+        for _ in range(60):
+            child = os.fork()
+            if child == 0:
+                plan_cache.info()
+                os._exit(0)
+            for _ in range(2000):
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    break
+                time.sleep(0.005)
+            else:
+                os.kill(child, signal.SIGKILL)
+                ends.set()
+                raise SystemExit("a child hangs")
+        ends.set()
+        other.join()
+
+        handled = []
+        signal.signal(signal.SIGALRM, lambda *_: handled.append(attention(x, x, x, pattern)))
+        signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+        while len(handled) < 200:
+            attention(x, x, x, pattern)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        """
+    )

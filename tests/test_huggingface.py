@@ -455,6 +455,9 @@ def test_dropout_while_training():
 
 REFUSED = {
     "output_attentions": (("Llama", {}), {"output_attentions": True}, "probabilities are never formed"),
+    "output_attentions that stay in the model": (
+        ("GPT2", {}), {"output_attentions": True}, "probabilities are never formed"
+    ),
     "sliding window": (("Mistral", {"sliding_window": 8}), {}, "sliding_window=8: windows cannot be combined"),
     "sliding layers": (
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}), {}, "sliding_attention",
@@ -475,6 +478,35 @@ def test_refusals(case):
     model = model_of(name, **changes).train()
     with pytest.raises(UnsupportedError if "mask of another" not in case else ValueError, match=message):
         dilate(model, **WHOLE)(torch.randint(3, 60, (2, 8)), **arguments)
+
+
+def composite() -> transformers.LlavaConfig:
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 97,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlavaConfig(
+        text_config={**text, "vocab_size": 97, "model_type": "llama"}, image_token_id=96,
+        vision_config={**vision, "image_size": 28, "patch_size": 14, "model_type": "clip_vision_model"},
+    )  # fmt: skip
+
+
+def test_a_pattern_that_no_layer_reads_is_refused(tmp_path):
+    config = composite()
+    config.dilated_attention = {"segment_lengths": [8], "dilation_rates": [1]}
+    with pytest.raises(UnsupportedError, match=r"reaches no attention layer.*config\.text_config"):
+        transformers.LlavaForConditionalGeneration(config)
+    model, tokens = transformers.LlavaForConditionalGeneration(composite()).eval(), torch.arange(40)[None]
+    dense = model(input_ids=tokens).logits
+    dilated = dilate(model, [8], [1])(input_ids=tokens).logits
+    assert not torch.allclose(dilated, dense)
+    model.save_pretrained(tmp_path)
+    again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(input_ids=tokens).logits, dilated)
 
 
 def test_dropout_acts_in_training_alone():

@@ -32,6 +32,7 @@ from dilated_attention import (
 )
 from dilated_attention import call as calls
 from dilated_attention.backends import cpu, triton
+from dilated_attention.backends.jobs import Launches
 from dilated_attention.backends.table import BACKENDS
 from dilated_attention.call import Call
 
@@ -442,6 +443,30 @@ class TestRepeats:
             prepared.clear()
             assert all(torch.equal(x, y) for x, y in zip(outs[0], outs[2], strict=True))
 
+    def test_what_is_prepared_counts_in_the_cache(self, monkeypatch):
+        """Also once the tables themselves were evicted; a call that was evicted counts nothing."""
+        x = torch.randn(1, 4000, 2, 8)
+        attention(x, x, x, Dilated((4,), (1,)), backend="cpu")
+        before = plan_cache.info()
+        attention(x, x, x, Dilated((4,), (1,)), backend="cpu")
+        assert plan_cache.info().bytes == before.bytes
+        (call,) = [value for value, _ in plan_cache._entries.values() if getattr(value, "repeats", None)]
+        tables = [x for x, _ in plan_cache._entries.values() if isinstance(x, Launches)]
+        assert before.bytes >= 4096 + 2 * sum(y.table.lines.nbytes for x in tables for y in x.launches)
+        plan_cache.resize(before.bytes - 1)
+        plan_cache.grow(call.key, call, 1 << 40)
+        plan_cache.grow(call.key, call, 1 << 40)
+        assert plan_cache.info().bytes < before.bytes
+
+    @pytest.mark.parametrize("pattern", [Window(5), Dilated((8,), (1,)), Dilated((N,), (1,))], ids=str)
+    @pytest.mark.parametrize("lengths", [None, torch.tensor([N, N])])
+    @pytest.mark.parametrize("backend", ["cpu", "native", "reference"])
+    def test_results_may_be_changed_in_place(self, backend, lengths, pattern):
+        inputs = [x.requires_grad_() for x in tensors()]
+        for _ in range(2):
+            expected = attention(*inputs, pattern, backend=backend, lengths=lengths) + 1
+            assert torch.equal(attention(*inputs, pattern, backend=backend, lengths=lengths).add_(1), expected)
+
     def test_instructions_and_threads_are_those_of_now(self, monkeypatch):
         inputs, ran = tensors(), []
         expected = attention(*inputs, Window(3), backend="cpu")
@@ -449,6 +474,13 @@ class TestRepeats:
         try:
             torch.set_num_threads(threads + 1)
             assert torch.equal(attention(*inputs, Window(3), backend="cpu"), expected)
+            run, found = cpu._run, []
+            monkeypatch.setattr(cpu, "_run", lambda *x: found.append(x[3].threads) or run(*x))
+            large = [torch.randn(1, 512, 8, 64) for _ in range(3)]
+            for number in (1, 2, 1):
+                torch.set_num_threads(number)
+                attention(*large, Dilated((512,), (1,)), backend="cpu")
+            assert found == [1, 2, 1]
         finally:
             torch.set_num_threads(threads)
         forward, set_of = cpu.forward, cpu._set_of
@@ -481,10 +513,11 @@ class TestRepeats:
 
     def test_kinds_are_bounded(self):
         call = Call.remembered(*tensors(), Window(3), {**calls._DEFAULTS, "backend": "cpu"})
-        for width in range(8, 8 + 2 * execution.MOST_KINDS):
-            inputs = [torch.randn(2, N, 4, width)[..., :8] for _ in range(3)]
+        for more in range(2 * execution.MOST_KINDS):
+            inputs = [torch.randn(2, N, 4, 8 + more)[..., :8] for _ in range(3)]
             expected = attention(*inputs, Window(3), backend="native")
-            torch.testing.assert_close(execution.repeat(call, *inputs)[0], expected, rtol=1e-5, atol=1e-5)
+            assert (execution.repeat(call, *inputs) is None) == (more >= execution.MOST_KINDS)
+            torch.testing.assert_close(attention(*inputs, Window(3), backend="cpu"), expected, rtol=1e-5, atol=1e-5)
         assert len(call.repeats) == execution.MOST_KINDS
 
     @pytest.mark.parametrize("backend", ["cpu", "native"])

@@ -91,6 +91,14 @@ def test_layouts_that_are_combined_inside_a_transform(combined):
     assert all(map(torch.equal, mapped, map(torch.stack, zip(*expected, strict=True))))
 
 
+def test_a_layout_function_inside_a_transform_leaves_its_tables_usable():
+    x, pattern = torch.randn(1, 16, 2, 8), Dilated([8], [1]) * (lambda length: BlockLayout.local(length, 5, 4))
+    found = grad(lambda x: attention(x, x, x, pattern).sum())(x)
+    y = x.clone().requires_grad_()
+    attention(x, x, x, pattern)
+    torch.testing.assert_close(torch.autograd.grad(attention(y, y, y, pattern).sum(), y)[0], found)
+
+
 def test_gradients_under_vmap():
     """vmap of grad, grad of vmap, and a Jacobian, which maps over the gradient of out alone."""
     inputs = tensors(3)

@@ -690,3 +690,43 @@ if __name__ == "__main__":  # python tests/test_windows.py 5000: 5,000 random ca
         given(call=calls(), backend=backends)(check)
     )()
     print(f"{sys.argv[1]} random calls: no miss")
+
+
+PLACES = {"whole": (0, 0, range(8)), "the last queries": (4, 0, range(4, 8)), "later keys": (0, 2, range(8)),
+          "keys that end before": (9, 0, range(9, 12)), "no keys": (3, 0, range(3, 5))}  # fmt: skip
+
+
+@pytest.mark.parametrize(("q_start", "k_start", "queries"), PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("pattern", [Window(20), Window(2) + BlockLayout.local(12, 2, 4)], ids=["window", "sum"])
+def test_the_query_of_a_hidden_token_may_hold_anything(pattern, q_start, k_start, queries):
+    """Its row of out is NaN if it sees a key; it passes no gradient, not even to sinks."""
+    keys = range(k_start, k_start + (0 if queries == range(3, 5) else 8))
+    q, k, v = (torch.randn(2, len(x), 4, 8) for x in (queries, keys, keys))
+    hidden = torch.rand(2, len(keys)) < 0.4
+    hidden[:, 5:6] = True
+    at = [i for i, position in enumerate(queries) if position in keys]
+    rows = torch.zeros(q.shape[:2], dtype=torch.bool)
+    rows[:, at] = hidden[:, [queries[i] - k_start for i in at]]
+
+    def run(q):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, torch.zeros(4))]
+        out, lse = attention(
+            *leaves[:3], pattern, sinks=leaves[3], is_causal=True, key_padding_mask=hidden, q_start=q_start,
+            k_start=k_start, return_lse=True,
+        )  # fmt: skip
+        loss = out.masked_fill(rows[..., None, None], 0.0).square().sum()
+        return out, lse, *torch.autograd.grad(loss, leaves)
+
+    out, lse, *gradients = run(q)
+    spoiled, spoiled_lse, *found = run(q.masked_fill(rows[..., None, None], torch.nan))
+    seen = rows[..., None] & (lse.mT > -torch.inf)
+    torch.testing.assert_close(spoiled, out.masked_fill(seen[..., None], torch.nan), equal_nan=True)
+    torch.testing.assert_close(spoiled_lse.mT, lse.mT.masked_fill(seen, torch.nan), equal_nan=True)
+    torch.testing.assert_close(found, gradients)
+
+
+def test_positions_have_a_limit():
+    q = torch.randn(1, 2, 1, 8)
+    for backend in ("native", "reference"):
+        with pytest.raises(ValueError, match=r"q_start.*from 0 to \d+"):
+            attention(q, q, q, Window(3), q_start=2**63, backend=backend)

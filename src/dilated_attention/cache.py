@@ -5,6 +5,7 @@ This module also gives tables names for use in cache keys.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -72,8 +73,8 @@ class PlanCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.RLock()  # a signal handler may call the library, too
+        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # values and their sizes
         self._captured: dict[int, Any] = {}
         self._max_bytes = max_bytes
         self._bytes = self._hits = self._misses = self._evictions = 0
@@ -82,12 +83,10 @@ class PlanCache:
         """Return the value of `key`, made with `make()` if the cache does not hold it: outside the lock, without
         gradients, and outside inference mode, whose tensors could not be used in training later."""
         with self._lock:
-            value: Value | None = self._entries.get(key)
-            if value is not None:
+            if (entry := self._entries.pop(key, None)) is not None:
                 self._hits += 1
-                self._entries.move_to_end(key)
-        if value is None:
-            value = self._make(key, make)
+                self._entries[key] = entry  # now the last to be evicted
+        value: Value = self._make(key, make) if entry is None else entry[0]
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._captured[id(value)] = value
         return value
@@ -95,18 +94,28 @@ class PlanCache:
     def _make(self, key: Hashable, make: Callable[[], Value]) -> Value:
         with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
             value = make()
+        size: int = value.nbytes  # type: ignore[attr-defined]
         with self._lock:
             self._misses += 1
-            if key not in self._entries and value.nbytes <= self._max_bytes:  # type: ignore[attr-defined]
-                self._entries[key] = value
-                self._bytes += value.nbytes  # type: ignore[attr-defined]
+            if key not in self._entries and size <= self._max_bytes:
+                self._entries[key] = value, size
+                self._bytes += size
                 self._evict()
         return value
 
+    def grow(self, key: Hashable, value: Any, nbytes: int) -> None:
+        """Count `nbytes` that a value has come to hold, if it is still the one of `key`."""
+        with self._lock:
+            found, size = self._entries.get(key, (None, 0))
+            if found is value:
+                self._entries[key] = value, size + nbytes
+                self._bytes += nbytes
+                self._evict()
+
     def _evict(self) -> None:
         while self._bytes > self._max_bytes:
-            _, value = self._entries.popitem(last=False)
-            self._bytes -= value.nbytes
+            _, (_, size) = self._entries.popitem(last=False)
+            self._bytes -= size
             self._evictions += 1
 
     def info(self) -> CacheInfo:
@@ -136,6 +145,10 @@ plan_cache = PlanCache(max_bytes=256 << 20)
 
 The triton backend's tables take about 36 bytes per token for 16 heads and four branches, forward and backward.
 """
+
+if hasattr(os, "register_at_fork"):  # a child whose parent held the lock in another thread would wait for ever
+    _lock = plan_cache._lock
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class derived(Generic[Value]):  # noqa: N801, used like cached_property

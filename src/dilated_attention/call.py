@@ -114,7 +114,7 @@ class Call:
         problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
             depends on more, such as a mask.
         repeats: what a backend prepared for tensors of a kind (strides, alignment); None unless the cache keeps the
-            call. It keeps no product with its layouts.
+            call, by `key`. It keeps no product with its layouts.
     """
 
     branches: Branches
@@ -134,6 +134,7 @@ class Call:
     layout_function: str = ""
     problems: dict[Hashable, Problem] = field(init=False, default_factory=dict)
     repeats: dict[Hashable, Repeat | None] | None = field(init=False, default=None)
+    key: Hashable = field(init=False, default=None)
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **given: Unpack[Options]) -> Call:
@@ -162,7 +163,7 @@ class Call:
             return cls.of(q, k, v, pattern, **options)
 
         def make() -> Call:
-            return cls._without_layouts(q, k, v, pattern, options)[0]._remembered()
+            return cls._without_layouts(q, k, v, pattern, options)[0]._remembered(key)
 
         if isinstance(pattern, Product):
             return plan_cache.get(key, make)._with_layouts(pattern, q, k, q.shape[1], False)
@@ -172,12 +173,13 @@ class Call:
         layout = pattern
 
         def with_layout() -> Call:
-            return plan_cache.get(key, make)._with_layouts(layout, q, k, q.shape[1], False)._remembered()
+            call = plan_cache.get(key, make)._with_layouts(layout, q, k, q.shape[1], False)
+            return call._remembered((key, layout.key))
 
         return plan_cache.get((key, layout.key), with_layout)
 
-    def _remembered(self) -> Call:
-        self.__dict__["repeats"] = {}
+    def _remembered(self, key: Hashable) -> Call:
+        self.__dict__.update(repeats={}, key=key)
         return self
 
     @classmethod
@@ -457,8 +459,8 @@ def starts_of(options: Options) -> tuple[int, int]:
     """Return the positions of the first query and of the first key."""
     q_start, k_start = options["q_start"], options["k_start"]
     return (
-        0 if q_start is None else checks.integer("q_start", q_start, 0),
-        0 if k_start is None else checks.integer("k_start", k_start, 0),
+        0 if q_start is None else checks.integer("q_start", q_start, 0, 1 << 62),
+        0 if k_start is None else checks.integer("k_start", k_start, 0, 1 << 62),
     )
 
 

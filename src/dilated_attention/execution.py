@@ -49,7 +49,8 @@ def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int,
     bool `(heads or 1, n, n)`. A sample that is shorter than the layout has the lists of the layout's first tokens."""
     layouts = [layout.for_heads(heads) for layout in layouts]
     masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
-    longest = max(layouts, key=lambda layout: layout.seq_len)
+    by_length = {layout.seq_len: layout for layout in layouts}
+    longest = by_length[max(by_length)]
 
     def visible(sample: int, length: int) -> Tensor:
         if length not in masks:
@@ -68,7 +69,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     slices = call.samples(q.shape[1])
     if call.backend.packs_samples and not call.layouts:
         out, lse = run(_packed_problem(call, q, k, slices), *_packed(q, k, v))
-        return [out.view(q.shape), lse.view(q.shape[:3])]
+        return [out.view(q.shape).detach(), lse.view(q.shape[:3]).detach()]  # views could not be changed in place
     out, lse = running(q, covered=call.lengths is None)  # packed samples cover all rows
     whole = call.dropout(q, k)
     for sample, at in enumerate(slices):
@@ -81,14 +82,15 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     assert call.repeats is not None
     a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
     kind = q.stride(), k.stride(), v.stride(), (a | b | c) % 16 and (a % 16, b % 16, c % 16)
-    if kind in call.repeats:
-        run = call.repeats[kind]
-    else:
+    if kind not in call.repeats:
+        if len(call.repeats) == MOST_KINDS:
+            return None
         alone = call.factor == 1 and call.dropout_p == 0 and v.size(3) == q.size(3)
         alone = alone and q.stride(3) == k.stride(3) == v.stride(3) == 1
-        run = call.backend.prepare(_problem(call, q, k), q, k, v) if alone else None
-        if len(call.repeats) < MOST_KINDS:
-            call.repeats[kind] = run
+        found = call.backend.prepare(_problem(call, q, k), q, k, v) if alone else None
+        call.repeats[kind], nbytes = found or (None, 0)
+        plan_cache.grow(call.key, call, nbytes)
+    run = call.repeats[kind]
     return None if run is None else run(q, k, v)
 
 

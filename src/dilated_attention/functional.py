@@ -173,9 +173,8 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
     spoiled = None
     if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN, in the gradients too
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-        if call.starts[0] == call.starts[1] and q.shape[1] == k.shape[1]:
-            spoiled = key_padding_mask[:, :, None] & ~q.isfinite().all(-1)
-            q = q.masked_fill(spoiled[..., None], 0.0)
+        spoiled = _hidden_queries(q, key_padding_mask, call.starts)[:, :, None] & ~q.isfinite().all(-1)
+        q = q.masked_fill(spoiled[..., None], 0.0)
     out, lse = operators.attend(*as_one_width(q, k, v), call)
     if v.size(3) < out.size(3):
         out = out[..., : v.size(3)]
@@ -199,7 +198,23 @@ def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Option
     out, lse = attention(q, k, v, pattern.parts[0], return_lse=True, **options)
     for part in pattern.parts[1:]:
         out, lse = merge(out, lse, *attention(q, k, v, part, return_lse=True, **options))
-    return (out if sinks is None else with_sinks(out, lse.transpose(1, 2), sinks)), lse
+    if sinks is None:
+        return out, lse
+    spoiled = lse.new_zeros(lse.shape, dtype=torch.bool)
+    if (mask := options["key_padding_mask"]) is not None:
+        spoiled = _hidden_queries(q, mask, starts_of(options))[:, None] & lse.isnan()
+    rows = spoiled.transpose(1, 2)[..., None]  # they pass no gradient
+    shown = with_sinks(out.masked_fill(rows, 0.0), lse.masked_fill(spoiled, 0.0).transpose(1, 2), sinks)
+    return shown.masked_fill(rows, torch.nan), lse
+
+
+def _hidden_queries(q: Tensor, key_padding_mask: Tensor, starts: tuple[int, int]) -> Tensor:
+    """Return which queries have the position of a hidden key, `(batch, queries)`."""
+    keys, first = key_padding_mask.shape[1], starts[0] - starts[1]
+    if first == 0 and q.shape[1] == keys:
+        return key_padding_mask
+    key = torch.arange(q.shape[1], device=q.device) + first
+    return pad(key_padding_mask, (0, 1))[:, key.masked_fill((key < 0) | (key > keys), keys)]
 
 
 def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
@@ -208,12 +223,13 @@ def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, opt
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, options["key_padding_mask"])
     lengths, _ = checks.ragged(q, options["lengths"], None)
-    queries, keys = _positions(q, k, options)
     assert lengths is not None
     if checks.readable(lengths) and (lengths < 0).any():
         raise ValueError(f"lengths must hold non-negative integers; got {lengths.tolist()}")
     lengths = lengths.to(q.device)[:, None]
-    after, hidden = (torch.arange(x.start, x.stop, device=q.device) >= lengths for x in (queries, keys))
+    first_query, first_key = starts_of(options)
+    after = torch.arange(q.shape[1], device=q.device) + first_query >= lengths
+    hidden = torch.arange(k.shape[1], device=k.device) + first_key >= lengths
     if options["key_padding_mask"] is not None:
         hidden |= options["key_padding_mask"]
     q = q.masked_fill(after[..., None, None], 0.0)  # they may hold NaN
@@ -232,7 +248,7 @@ def _layout_at_positions(
     """
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, mask := options["key_padding_mask"])
-    queries, keys = _positions(q, k, options)
+    queries, keys = (range(at, at + x.shape[1]) for x, at in zip((q, k), starts_of(options), strict=True))
     stop = max(queries.stop, keys.stop)
     if layout.seq_len < stop:
         raise ValueError(
@@ -245,12 +261,6 @@ def _layout_at_positions(
     q, k, v = (pad(x, (0, 0, 0, 0, at.start, stop - at.stop)) for x, at in ((q, queries), (k, keys), (v, keys)))
     out, lse = attention(q, k, v, layout.prefix(stop, queries.start), return_lse=True, **options)
     return out[:, queries.start : queries.stop], lse[:, :, queries.start : queries.stop]
-
-
-def _positions(q: Tensor, k: Tensor, options: Options) -> tuple[range, range]:
-    """Return the positions of the rows of q, then those of the rows of k."""
-    first_query, first_key = starts_of(options)
-    return range(first_query, first_query + q.shape[1]), range(first_key, first_key + k.shape[1])
 
 
 class CallOptions(Options, total=False):

@@ -170,16 +170,15 @@ def forward(
     return out, lse
 
 
-def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
-    """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout.
-
-    It keeps the tables, so None is returned if they are large: then a host's work takes no time worth saving.
-    """
+def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, int] | None:
+    """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
+    bytes of the tables that it keeps; None if these exceed `MOST_PREPARED`."""
     found, instructions, covered = launches(problem, q, "queries"), _set_of(q.dtype), problem.plan.covered
-    if sum(x.table.lines.nbytes + x.jobs.nbytes for x in found) > MOST_PREPARED:
+    nbytes = sum(x.table.lines.nbytes + x.jobs.nbytes for x in found)
+    if nbytes > MOST_PREPARED:
         return None
     arguments = _Arguments(problem, q, k, v)
-    shared, kind = arguments.call.threads > 1, arguments.type
+    shared, kind = arguments.shared, arguments.type
     calls = []
     for launch in found:
         arguments.launch(launch)
@@ -196,7 +195,7 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
             _run("forward", kind, instructions, call)
         return out, lse
 
-    return repeat
+    return repeat, nbytes
 
 
 def backward(
@@ -339,11 +338,11 @@ class _Arguments:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
         work = batch * head_dim * max(problem.plan.entries * ratio, READ * problem.plan.keys)
-        self.layouts, self.dtype, self.type = problem.layouts, q.dtype, TYPES[q.dtype]
+        self.layouts, self.dtype, self.type, self.shared = problem.layouts, q.dtype, TYPES[q.dtype], work > ONE_THREAD
         self.call = _Call(
             B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=problem.scale,
             softcap=problem.softcap,
-            threads=1 if work <= ONE_THREAD else torch.get_num_threads(),
+            threads=torch.get_num_threads() if self.shared else 1,
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
         self.set(q=q, k=k, v=v, hidden=None if problem.hidden is None else problem.hidden.contiguous())

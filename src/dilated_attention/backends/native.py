@@ -384,9 +384,9 @@ def forward(
         out, lse = state
     elif groups and (tile := _whole(groups[0], whole.q, whole.k, inputs, q.shape[-1])):
         part, part_lse = whole.attend(groups[0], tile)
-        out = part.transpose(1, 2).reshape(q.shape).contiguous()
+        out = part.transpose(1, 2).reshape(q.shape).contiguous().detach()  # a view could not be changed in place
         statistic = torch.promote_types(q.dtype, torch.float32)
-        lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic).contiguous()
+        lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic).contiguous().detach()
         groups = groups[1:]
     else:
         out, lse = running(q, problem.plan.covered)
@@ -428,7 +428,7 @@ def backward(
         dlse = dlse.masked_fill(empty, 0.0)
 
     whole, plan = _Whole(problem, operators, q, k, v), problem.plan
-    merged = Merged(_dense_rows(dout), dlse, out, lse)
+    merged = Merged(_dense_rows(dout), dlse, _dense_rows(out), lse)
     groups, inputs = whole.groups, (*whole.tensors, merged.dout)
     head_dim = q.shape[-1] + (0 if dlse is None else 8)  # a gradient on lse appends at most 8 columns
     # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.

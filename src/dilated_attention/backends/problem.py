@@ -19,7 +19,7 @@ Repeat = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 alignment."""
 
 MOST_PREPARED = 2**21
-"""The most bytes of tables that a `Repeat` may hold, since the cache does not count them."""
+"""The most bytes of tables that a `Repeat` may hold: with more, the host's work takes no time worth saving."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,8 @@ class Backend:
         on_request: returns why `auto` does not choose it for a call that it could serve; None if `auto` may.
         forward, backward: compute a `Problem`; the arguments are those of `native`.
         prepare: returns a function that repeats a forward for tensors like the given ones, whose rows are dense, with
-            little work for the host; None if there is none. The problem has no mask and no dropout.
+            little work for the host, and the bytes that it keeps; None if there is none. The problem has no mask and no
+            dropout.
         attend: replaces these two by a function that autograd differentiates. It has the arguments and results of
             `reference_attention`.
         over_mesh: forward and backward can continue a running state. A rank needs this to compute a call over a mesh
@@ -49,7 +50,7 @@ class Backend:
     on_request: Callable[[Facts], str | None]
     forward: Callable[..., tuple[Tensor, Tensor]] = _absent
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _absent
-    prepare: Callable[..., Repeat | None] = lambda *_: None
+    prepare: Callable[..., tuple[Repeat, int] | None] = lambda *_: None
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None
     over_mesh: bool = False
     masks_over_mesh: bool = False

@@ -152,11 +152,9 @@ def forward(
     return out, lse
 
 
-def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
-    """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout.
-
-    It keeps the device tables, so None is returned if they are large: then a host's work takes no time worth saving.
-    """
+def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, int] | None:
+    """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
+    bytes of the device tables that it keeps; None if these exceed `MOST_PREPARED`."""
     launches, precision, covered = _launches("forward", problem, q), _precision(q.dtype), problem.plan.covered
     if launches.nbytes > MOST_PREPARED:
         return None
@@ -175,7 +173,7 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Repeat | None:
                 launch((q, k, v, out, lse, *rest))
         return out, lse
 
-    return repeat
+    return repeat, launches.nbytes
 
 
 def backward(

@@ -164,6 +164,20 @@ def _require_own_layers(model: PreTrainedModel) -> None:
         _require_no_cap(model)
         if not _keeps_windows(options):
             _require_no_windows(model)
+        configs = [getattr(layer, "config", model.config) for layer in _attention_layers(model)]
+        if configs and all(x is not model.config and getattr(x, NAME, None) is None for x in configs):
+            raise UnsupportedError(
+                f"{type(model.config).__name__}.{NAME} reaches no attention layer: these read configurations of their "
+                "own, such as config.text_config; set it there, or call dilate(model) without it"
+            )
+    if _refuse_probabilities not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_refuse_probabilities, with_kwargs=True)
+
+
+def _refuse_probabilities(model: nn.Module, _args: Any, given: dict[str, Any]) -> None:
+    """Refuse `output_attentions`, which some models (GPT-2, OPT) do not pass on to their attention layers."""
+    if given.get("output_attentions") and cast(PreTrainedModel, model).config._attn_implementation == NAME:
+        _refuse_arguments(model, False, {"output_attentions": True})
 
 
 def register() -> None:

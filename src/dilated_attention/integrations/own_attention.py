@@ -207,6 +207,8 @@ def _both(parts: list[dict[str, Any]]) -> dict[str, Any]:
             raise _unknown("two masks of one kind")
         else:
             found[name] = x
+    if {"before", "chunk"} <= found.keys():
+        raise _unknown("chunks with a window inside")
     return found
 
 
@@ -236,7 +238,7 @@ def read_arguments(
 
     Args:
         local_size: the size of the window or of the chunks, in tokens; None: neither.
-        config: tells which of the two: its `sliding_window` or its `attention_chunk_size` equals local_size.
+        config: tells which of the two: only its `sliding_window` or its `attention_chunk_size` equals local_size.
         mask: `(batch, seq)`, True for real tokens: chunks count from the first of them; None: all are real.
         arguments: the remaining arguments of `sdpa_mask`, which show whether another mask was combined with it.
     """
@@ -246,11 +248,12 @@ def read_arguments(
         return Shown(is_causal=False)
     bidirectional = "allow_is_bidirectional_skip" in arguments
     plain = bidirectional or arguments.get("allow_is_causal_skip", False)
-    if local_size is None or not plain or arguments.get("use_vmap", False):
+    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if local_size is None or not plain or arguments.get("use_vmap", False) or window == chunk:
         return None
-    if local_size == getattr(config, "sliding_window", None):
+    if local_size == window:
         return Shown(is_causal=not bidirectional, window=local_size)
-    if local_size == getattr(config, "attention_chunk_size", None):
+    if local_size == chunk:
         first = None if mask is None else (mask.cumsum(1) == 0).sum(1)
         return Shown(is_causal=True, chunk=local_size, first_tokens=first)
     return None
