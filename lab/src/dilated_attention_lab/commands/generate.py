@@ -53,15 +53,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{source} is empty: give at least one character")
     with console(stderr=True).status("reading the model and the prompt"):
         model = writing.load(options.model, require_device(options.device), options.backend)
-        pieces = writing.write(
-            model,
-            prompt,
-            options.bytes,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
+        sampling = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+        pieces = writing.write(model, prompt, options.bytes, seed=options.seed, **sampling)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()

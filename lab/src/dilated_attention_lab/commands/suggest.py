@@ -29,13 +29,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.budget == 1 and type(options.budget) is int and options.tokens > 1:
         raise ValueError("--budget 1 is one key per query. Give 1.0 for the cost of dense attention")
-    print(
-        suggest_pattern(
-            options.tokens,
-            options.heads,
-            budget=options.budget,
-            is_causal=options.causal,
-            largest_rate=options.largest_rate,
-        )
-    )
+    wanted = {"budget": options.budget, "is_causal": options.causal, "largest_rate": options.largest_rate}
+    print(suggest_pattern(options.tokens, options.heads, **wanted))
     return 0
