@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from dilated_attention import attention
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.integrations import own_attention
 from dilated_attention.integrations.huggingface import NAME, dilate, report
-from dilated_attention.integrations.own_attention import attend, read_mask
+from dilated_attention.integrations.own_attention import attend, read_arguments, read_mask
 from tolerances import relative_error
 from transformers_families import FAMILIES, OTHERS, REFUSED, build, build_other
 
@@ -332,12 +333,22 @@ def test_masks_are_read_back():
             packed_sequence_mask_function(torch.zeros(1, 3)),
         ),
         or_masks(bidirectional_mask_function, blockwise_overlay(torch.zeros(1, 3))),
+        and_masks(chunked_causal_mask_function(8, torch.zeros(1)), sliding_window_overlay(3)),
         lambda batch, head, query, key: key <= query,
     ],
 )
 def test_a_mask_that_is_nothing_of_these_is_refused(mask):
     with pytest.raises(UnsupportedError, match="sdpa"):
         read_mask(mask)
+
+
+def test_arguments_that_do_not_tell_chunks_from_windows_are_not_read():
+    causal = {"allow_is_causal_skip": True}
+    sizes = SimpleNamespace(sliding_window=8, attention_chunk_size=16)
+    assert read_arguments(chunked_causal_mask_function, 16, sizes, None, causal).chunk == 16
+    assert read_arguments(chunked_causal_mask_function, 8, sizes, None, causal).window == 8
+    sizes.attention_chunk_size = 8
+    assert read_arguments(chunked_causal_mask_function, 8, sizes, None, causal) is None
 
 
 def test_a_report_says_what_layers_do():

@@ -246,8 +246,11 @@ class Dilated(_Branched):
             )
         offsets: Any = self.offsets
         offsets = offsets.tolist() if hasattr(offsets, "tolist") else offsets
-        is_table = isinstance(offsets, Sequence) and all(hasattr(row, "__len__") for row in offsets)
-        if offsets not in ("head", "head_block") if isinstance(offsets, str) else not is_table:
+        if isinstance(offsets, str):
+            known = offsets in ("head", "head_block")
+        else:
+            known = isinstance(offsets, Sequence) and all(hasattr(row, "__len__") for row in offsets)
+        if not known:
             raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {self.offsets!r}')
         if not isinstance(offsets, str):
             offsets = tuple([checks.integers("offsets", row) for row in offsets])
