@@ -1692,6 +1692,23 @@ def _(told, llama):
     assert torch.equal(out, llama.generate(tokens, **options))
 
 
+@remedy("set it there, or call dilate(model) without it")
+def _(told):
+    text = {**TINY, "model_type": "llama"}
+    vision = {**TINY, "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"}
+    options = {"segment_lengths": [8], "dilation_rates": [1]}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=1)
+    whole = copy.deepcopy(config)
+    whole.dilated_attention = options
+    with told():
+        transformers.LlavaForConditionalGeneration(whole)
+    config._attn_implementation = "dilated_attention"
+    config.text_config.dilated_attention = options
+    model, tokens = transformers.LlavaForConditionalGeneration(config).eval(), _tokens()
+    found = model(input_ids=tokens).logits
+    same(huggingface.dilate(model, [8], [1])(input_ids=tokens).logits, found)
+
+
 @remedy("make the model without replace_attention for them")
 def _(told, llama):
     options = {"attention_window": 8, "max_position_embeddings": 64, "pad_token_id": 0}

@@ -385,7 +385,7 @@ def test_what_is_refused():
             attention(q, k, v, pattern, q_start=12, **options)
     with pytest.raises(UnsupportedError, match="compat with q_start"):
         dilated_attention(q, k, v, [8], [1], compat="torchscale", q_start=12)
-    with pytest.raises(ValueError, match="q_start must be an integer from 0 to .*; got -1"):
+    with pytest.raises(ValueError, match=r"q_start must be an integer from 0 to .*; got -1"):
         attention(q, k, v, Window(3), q_start=-1)
 
 

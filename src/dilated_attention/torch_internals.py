@@ -102,8 +102,8 @@ def in_forward_mode() -> bool:
 
 
 def in_batched_gradients(*gradients: Tensor | None) -> bool:
-    """Return whether autograd itself maps over gradients (`is_grads_batched`, `jacobian(vectorize=True)`). It uses a
-    vmap older than that of torch.func, which ignores our rules."""
+    """Return whether autograd itself maps over gradients (`is_grads_batched`, `jacobian(vectorize=True)`). It uses
+    an older vmap than torch.func, which ignores our rules."""
     return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
 
 
