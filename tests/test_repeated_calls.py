@@ -467,6 +467,18 @@ class TestRepeats:
             expected = attention(*inputs, pattern, backend=backend, lengths=lengths) + 1
             assert torch.equal(attention(*inputs, pattern, backend=backend, lengths=lengths).add_(1), expected)
 
+    @pytest.mark.parametrize("backend", ["cpu", "native"])
+    def test_saved_tensors_may_come_back_in_another_layout(self, backend):
+        inputs = [x.requires_grad_() for x in tensors()]
+        expected = torch.autograd.grad(attention(*inputs, Window(5), backend=backend).square().sum(), inputs)
+
+        def turned(x):
+            return x.transpose(1, -1).contiguous().transpose(1, -1) if x.dim() == 4 else x
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, turned):
+            out = attention(*inputs, Window(5), backend=backend)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), inputs), expected)
+
     def test_instructions_and_threads_are_those_of_now(self, monkeypatch):
         inputs, ran = tensors(), []
         expected = attention(*inputs, Window(3), backend="cpu")

@@ -437,6 +437,19 @@ def test_compiles_in_one_graph(compiling_python):
             torch.autograd.grad(compiled(q, k, v).square().sum(), k)[0],
             torch.autograd.grad(step(q, k, v).square().sum(), k)[0],
         )
+
+        class Newest(torch.nn.Module):
+            def forward(self, q, k, mask):
+                options = {"lengths": torch.tensor([22, 9]), "key_padding_mask": mask, "is_causal": True}
+                return attention(q, k, k, Window(5), q_start=k.shape[1] - 4, **options)
+
+        def inputs(length):
+            return torch.randn(2, 4, 2, 8), torch.randn(2, length, 2, 8), torch.rand(2, length) < 0.3
+
+        length = torch.export.Dim("length", min=6, max=512)
+        program = torch.export.export(Newest(), inputs(20), dynamic_shapes=({}, {1: length}, {1: length})).module()
+        for x in map(inputs, (20, 33, 100)):
+            torch.testing.assert_close(program(*x), Newest()(*x))
         """
     )
 
