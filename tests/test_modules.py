@@ -474,3 +474,18 @@ class TestBlockSparse:
             BlockSparseDilatedAttention(lambda n: None)(q, q, q)
         with pytest.raises(ValueError, match="layout is for 75 tokens, got seq_len=74"):
             BlockSparseDilatedAttention(self.layout)(q[:, :74], q[:, :74], q[:, :74])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_padded_and_packed_samples_are_as_alone(batch_first):
+    pattern = {"segment_lengths": [4, 16], "dilation_rates": [1, 2]}
+    module = MultiheadDilatedAttention(16, 4, **F64, **pattern, batch_first=batch_first)
+    samples = [torch.randn(n, 16, **F64) for n in (11, 0, 23)]
+    alone = [module(x, x, x, is_causal=True)[0] for x in samples]
+    padded, lengths = nn.utils.rnn.pad_sequence(samples, batch_first), torch.tensor([11, 0, 23])
+    out, weights = module(padded, padded, padded, is_causal=True, lengths=lengths)
+    assert weights is None
+    for i, expected in enumerate(alone):
+        same((out if batch_first else out.transpose(0, 1))[i, : len(expected)], expected)
+    packed, edges = torch.cat(samples), torch.tensor([0, 11, 11, 34])
+    same(module(packed, packed, packed, is_causal=True, cu_seqlens=edges)[0], torch.cat(alone))

@@ -974,6 +974,18 @@ def _(told, one_rank):
     same(ours(x, x, x, need_weights=False)[0], theirs(x, x, x)[0])
 
 
+@remedy("need_weights=True with lengths or cu_seqlens is not supported; pass False")
+def _(told):
+    theirs, ours = theirs_and_ours()
+    x, lengths = torch.randn(2, 12, 16), torch.tensor([12, 5])
+    with told():
+        ours(x, x, x, need_weights=True, lengths=lengths)
+    found, _ = ours(x, x, x, need_weights=False, lengths=lengths)
+    for sample, length in zip(range(2), lengths, strict=True):
+        own = x[sample : sample + 1, :length]
+        same(found[sample : sample + 1, :length], theirs(own, own, own)[0])
+
+
 @remedy("padding that the matrix has no column for; pass need_weights=False")
 def _(told):
     theirs, ours = theirs_and_ours(compat="torchscale")

@@ -354,6 +354,8 @@ class MultiheadDilatedAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
+        lengths: Int[Tensor, " batch"] | None = None,
+        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
     ) -> tuple[Float[Tensor, "*batch_and_seq embed_dim"], Tensor | None]:
         """Return (out, weights or None).
@@ -365,9 +367,12 @@ class MultiheadDilatedAttention(nn.Module):
             need_weights: also return the probabilities, computed again as a sparse COO tensor (`attention_weights`):
                 `(batch, seq, seq)`, the mean over heads, or `(batch, heads, seq, seq)` with average_attn_weights=False;
                 no batch dim if query has none.
+            lengths, cu_seqlens: the samples of a padded or packed batch, as in `attention`; not with need_weights.
             seq_len: over a mesh, the global length; default: equal shards.
         """
         self._check(query, key, value, need_weights)
+        if need_weights and not (lengths is None and cu_seqlens is None):
+            raise UnsupportedError("need_weights=True with lengths or cu_seqlens is not supported; pass False")
         batched = query.dim() == 3
         swap = batched and not self.batch_first
         rows = (x if batched else x[None] for x in self._project(query, key, value))
@@ -385,7 +390,8 @@ class MultiheadDilatedAttention(nn.Module):
         mask = None if key_padding_mask is None else _boolean("key_padding_mask", key_padding_mask)
         if mask is not None and not batched:
             mask = mask[None]
-        out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=mask, seq_len=seq_len).flatten(-2)
+        ragged = {"lengths": lengths, "cu_seqlens": cu_seqlens}
+        out = self.attention(q, k, v, is_causal, **ragged, key_padding_mask=mask, seq_len=seq_len).flatten(-2)
         out = out.transpose(0, 1) if swap else out
         out = self.out_proj(out if batched else out[0])
         if not need_weights:
