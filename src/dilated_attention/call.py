@@ -170,13 +170,13 @@ class Call:
         if not isinstance(pattern, BlockLayout):
             return plan_cache.get(key, make)
         pattern.require_unchanged()
-        layout = pattern
+        layout, own_key = pattern, (key, pattern.key)
 
         def with_layout() -> Call:
             call = plan_cache.get(key, make)._with_layouts(layout, q, k, q.shape[1], False)
-            return call._remembered((key, layout.key))
+            return call._remembered(own_key)
 
-        return plan_cache.get((key, layout.key), with_layout)
+        return plan_cache.get(own_key, with_layout)
 
     def _remembered(self, key: Hashable) -> Call:
         self.__dict__.update(repeats={}, key=key)
@@ -222,7 +222,7 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """Return an upper estimate in bytes, with one plan, and the layouts with those that `problems` hold."""
+        """Return an upper estimate of the bytes of the call, one plan, and the layouts, also those in `problems`."""
         layouts = sum([4 * layout.nbytes for layout in self.layouts])
         return 4096 + 256 * sum([len(row) for row in self.branches.offsets]) + layouts
 
@@ -420,9 +420,9 @@ _LEAST_SCALE, _GREATEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(tor
 
 
 def split_scale(scale: float) -> tuple[float, float]:
-    """Return (factor, rest) with scale = factor * rest: q is multiplied by factor, and backends get rest. It is
-    positive, because 0 or a negative number would turn a score of -inf into NaN or +inf. In single precision rest does
-    not round to 0, and rest * log2 e is finite."""
+    """Return (factor, rest) with scale = factor * rest: q is multiplied by factor, and backends get rest.
+    It is positive, since 0 or a negative number would turn a score of -inf into NaN or +inf. In single precision it
+    does not round to 0, and rest * log2 e is finite."""
     if abs(scale) < _LEAST_SCALE:
         return scale, 1.0
     factor = math.copysign(1.0 if abs(scale) <= _GREATEST_SCALE else 2.0, scale)

@@ -38,8 +38,8 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or (not placed and q.shape[1] != k.shape[1]):
         raise ValueError(
             f"q and k must agree in batch, seq and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, "
-            "read as (batch, seq, heads, head_dim). For fewer queries than keys give q_start, the position of the first"
-            "; cross-attention is not there"
+            "read as (batch, seq, heads, head_dim). For fewer queries than keys give q_start, the position of the "
+            "first; cross-attention is not supported"
         )
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"q and v must have head_dim of at least 1; got {tuple(q.shape)} and {tuple(v.shape)}")
@@ -214,8 +214,8 @@ def positive(name: str, value: Any) -> int:
 
 
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:
-    """Return a sequence, array or tensor of integers as ints. ValueError for anything else and for integers below
-    `least` says that `name` must hold `wanted`."""
+    """Return a sequence, array or tensor of integers as ints. For anything else, and for integers below
+    `least`, raise a ValueError which says that `name` must hold `wanted`."""
     held = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(held, (str, bytes)) or not isinstance(held, Sequence):
         raise ValueError(f"{name} must hold {wanted}; got {values!r}")

@@ -200,9 +200,9 @@ def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Option
         out, lse = merge(out, lse, *attention(q, k, v, part, return_lse=True, **options))
     if sinks is None:
         return out, lse
-    spoiled = lse.new_zeros(lse.shape, dtype=torch.bool)
-    if (mask := options["key_padding_mask"]) is not None:
-        spoiled = _hidden_queries(q, mask, starts_of(options))[:, None] & lse.isnan()
+    if (mask := options["key_padding_mask"]) is None:
+        return with_sinks(out, lse.transpose(1, 2), sinks), lse
+    spoiled = _hidden_queries(q, mask, starts_of(options))[:, None] & lse.isnan()
     rows = spoiled.transpose(1, 2)[..., None]  # they pass no gradient
     shown = with_sinks(out.masked_fill(rows, 0.0), lse.masked_fill(spoiled, 0.0).transpose(1, 2), sinks)
     return shown.masked_fill(rows, torch.nan), lse

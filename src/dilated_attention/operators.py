@@ -121,8 +121,8 @@ def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
 
 
 def _of_mesh(words: Sequence[str]) -> bool:
-    """Return whether the words that `_pack` returned belong to a call over a mesh. A call on one device has only those
-    of its backend and, at most, its layout function."""
+    """Return whether the words that `_pack` returned belong to a call over a mesh. A call on one device has one
+    word for its backend and at most one for a layout function."""
     return len(words) > 2
 
 

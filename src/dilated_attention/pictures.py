@@ -153,7 +153,7 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
 
 
 def _tokens_in(size: int, number: int, pixel: np.ndarray) -> np.ndarray:
-    """Count the tokens of each block of `size` tokens in each pixel, (blocks, pixels). `pixel`: where each token is."""
+    """Count the tokens of each block of `size` tokens in each pixel, (blocks, pixels). `pixel`: each token's pixel."""
     tokens = np.zeros((number, pixel[-1] + 1))
     np.add.at(tokens, (np.arange(len(pixel)) // size, pixel), 1)
     return tokens

@@ -165,7 +165,7 @@ class Spans(NamedTuple):
     """Describe the segments of a grid (see `spans`) that have tokens in [lower, upper), as runs of equal segments.
 
     Attributes:
-        segment: the segment length, at most the one of the grid.
+        segment: the segment length, at most the grid's length.
         runs: for each run, start and stop of its whole first segment (tokens outside [lower, upper) included), the
             number of segments, and whether the first one has tokens outside.
     """

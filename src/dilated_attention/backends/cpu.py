@@ -338,7 +338,8 @@ class _Arguments:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
         work = batch * head_dim * max(problem.plan.entries * ratio, READ * problem.plan.keys)
-        self.layouts, self.dtype, self.type, self.shared = problem.layouts, q.dtype, TYPES[q.dtype], work > ONE_THREAD
+        self.layouts, self.dtype, self.type = problem.layouts, q.dtype, TYPES[q.dtype]
+        self.shared = work > ONE_THREAD
         self.call = _Call(
             B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=problem.scale,
             softcap=problem.softcap,

@@ -158,6 +158,7 @@ def _chooses_a_class(kind: type[PreTrainedModel]) -> bool:
 
 
 def _require_own_layers(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot use our implementation, and let its forward refuse `output_attentions`."""
     _require_interface(model)
     options = getattr(model.config, NAME, None)
     if options is not None:

@@ -238,7 +238,7 @@ def read_arguments(
 
     Args:
         local_size: the size of the window or of the chunks, in tokens; None: neither.
-        config: tells which of the two: only its `sliding_window` or its `attention_chunk_size` equals local_size.
+        config: tells which of the two, unless its `sliding_window` equals its `attention_chunk_size`.
         mask: `(batch, seq)`, True for real tokens: chunks count from the first of them; None: all are real.
         arguments: the remaining arguments of `sdpa_mask`, which show whether another mask was combined with it.
     """
