@@ -509,6 +509,15 @@ def test_a_pattern_that_no_layer_reads_is_refused(tmp_path):
     torch.testing.assert_close(again(input_ids=tokens).logits, dilated)
 
 
+def test_a_part_s_pattern_without_effect_gives_a_warning(tmp_path):
+    """A saved whole that asks for nothing loads with PyTorch's operator, and so does its part."""
+    config = composite()
+    config.text_config.dilated_attention = {"segment_lengths": [8], "dilation_rates": [1]}
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"LlamaConfig.dilated_attention holds a pattern, but .*'sdpa' does not use"):
+        transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path)
+
+
 def test_dropout_acts_in_training_alone():
     model = dilate(model_of("Llama", attention_dropout=0.5), **NESTED)
     tokens, mask = torch.randint(3, 60, (3, SEQ)), masks()["left"]

@@ -392,6 +392,13 @@ def test_capped_scores_are_refused_before_a_model_is_changed():
     assert not hasattr(model.config, NAME)
 
 
+def test_full_layers_alone_are_asked_of_a_model_without_any():
+    model = build("mistral", "eager")
+    with pytest.raises(ValueError, match=r'layers="full": every attention layer of MistralForCausalLM has a window'):
+        dilate(model, [8], [1], layers="full")
+    assert model.config._attn_implementation == "eager"
+
+
 def test_full_layers_alone_are_dilated():
     """Layers with windows stay what they are; one segment of all tokens is the model's own full attention."""
     eager, ours, _ = _models("gemma3")

@@ -114,6 +114,10 @@ def test_what_it_cannot_take():
         sparsify(model, 0.25)
     with pytest.raises(ValueError, match=r"layers=\[4\]: the model has 4 attention layers"):
         sparsify(model, SOME, layers=[4])
+    with pytest.raises(ValueError, match=r"layers=\[0\]: .*Gemma3ForCausalLM all have windows or chunks.*full layers"):
+        sparsify(build("gemma3", NAME), SOME, layers=[0])
+    with pytest.raises(ValueError, match=r"layers=None: .*MistralForCausalLM all have windows"):
+        sparsify(build("mistral", NAME), SOME)
     with pytest.raises(ValueError, match="first"):
         sparsify(model, SOME, first=-1)
     sparsify(model, lambda q, k, **options: None, first=0)

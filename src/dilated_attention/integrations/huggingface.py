@@ -112,21 +112,25 @@ class _Pattern:
             raise AttributeError(f"{type(config).__name__} has no {NAME}") from None
 
     def __set__(self, config: Any, options: Any) -> None:
-        asked = getattr(config, "_attn_implementation", None)
-        if asked is None:
+        if getattr(config, "_attn_implementation", None) is None:
             config._attn_implementation = NAME
-        elif asked != NAME:
-            warnings.warn(
-                f"{type(config).__name__}.{NAME} holds a pattern, but attn_implementation={asked!r} does not use it: "
-                f'leave attn_implementation out, or call model.set_attn_implementation("{NAME}")',
-                stacklevel=2,
-            )
+        _warn_of_unused(config)
         config.__dict__[NAME] = options
         config.__dict__["attn_implementation"] = NAME
 
     def __delete__(self, config: Any) -> None:
         del config.__dict__[NAME]
         config.__dict__.pop("attn_implementation", None)
+
+
+def _warn_of_unused(config: Any) -> None:
+    """Warn if a configuration holds a pattern and requests another implementation."""
+    if config._attn_implementation != NAME:
+        warnings.warn(
+            f"{type(config).__name__}.{NAME} holds a pattern, but attn_implementation={config._attn_implementation!r} "
+            f'does not use it: leave attn_implementation out, or call model.set_attn_implementation("{NAME}")',
+            stacklevel=3,
+        )
 
 
 _their_implementation, _their_post_init = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
@@ -145,10 +149,13 @@ def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) ->
 
 def _post_init(self: PreTrainedModel) -> None:
     """Do what transformers' `post_init` does after a model is made. If the model requests our implementation and cannot
-    use it, refuse it (see `register`)."""
+    use it, refuse it (see `register`). A pattern that it does not use, such as one of a part whose whole requests
+    another implementation, gives a warning."""
     _their_post_init(self)
     if self.config._attn_implementation == NAME:
         _require_own_layers(self)
+    elif getattr(self.config, NAME, None) is not None:
+        _warn_of_unused(self.config)
 
 
 def _chooses_a_class(kind: type[PreTrainedModel]) -> bool:
@@ -225,7 +232,7 @@ def dilate(
     Raises:
         ValueError: before anything is changed, for an invalid pattern or backend, for a pattern that does not fit the
             model's key-value heads, and for a model that does not call transformers' attention interface, caps its
-            scores, or, with `layers="all"`, has windows.
+            scores, or has windows (with `layers="full"`: in every layer).
 
     Examples:
         >>> from dilated_attention.integrations.huggingface import dilate
@@ -248,6 +255,11 @@ def dilate(
         if layers == "all":
             _require_no_windows(part)
         _require_heads(part, pattern)
+    if _all_have_windows(_attention_layers(model)):
+        raise ValueError(
+            f'layers="full": every attention layer of {type(model).__name__} has a window or chunks, so that no layer '
+            f"would change; {_without_windows(model.config.get_text_config())}"
+        )
     model.set_attn_implementation(NAME)
     for part in parts:
         part.config.dilated_attention = {
@@ -284,8 +296,8 @@ def sparsify(
         first: prompts below this many tokens keep the model's own attention.
 
     Raises:
-        ValueError: for a model that is dilated, or does not call transformers' attention interface, and for a layer
-            that it does not have.
+        ValueError: for a model that is dilated, or does not call transformers' attention interface, for a layer that it
+            does not have, and if all the layers have windows or chunks.
 
     Examples:
         >>> from functools import partial
@@ -311,6 +323,11 @@ def sparsify(
     wanted = range(len(found)) if layers is None else checks.integers("layers", layers, "integers", 0)
     if any(i >= len(found) for i in wanted):
         raise ValueError(f"layers={list(wanted)}: the model has {len(found)} attention layers, counted from 0")
+    if selector is not None and _all_have_windows([found[i] for i in wanted]):
+        raise ValueError(
+            f"layers={layers}: these attention layers of {type(model).__name__} all have windows or chunks, which "
+            "sparsify leaves as they are; choose full layers, or leave the model as it is"
+        )
     model.set_attn_implementation(NAME)
     for i in wanted:
         setattr(found[i], _CHOSEN, None if selector is None else ChosenBlocks(selector, first))
@@ -325,6 +342,17 @@ def _attention_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose class name ends in "Attention" and that have no such module as a direct child."""
     modules = [x for x in model.modules() if type(x).__name__.endswith("Attention")]
     return [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
+
+
+def _all_have_windows(layers: list[nn.Module]) -> bool:
+    """Return whether there are attention layers and their configurations say that each has a window or chunks."""
+
+    def has_window(layer: nn.Module) -> bool:
+        config, place = getattr(layer, "config", None), getattr(layer, "layer_idx", None)
+        kinds = getattr(config, "layer_types", None)
+        return place is not None and kinds[place] in _WINDOWED if kinds else bool(_windows(config))
+
+    return bool(layers) and all(map(has_window, layers))
 
 
 def _calls_the_interface(part: PreTrainedModel) -> bool:
@@ -374,15 +402,21 @@ def _require_no_cap(part: PreTrainedModel) -> None:
         )
 
 
-def _require_no_windows(part: PreTrainedModel) -> None:
-    name, config = type(part).__name__, part.config
+_WINDOWED = {"sliding_attention", "chunked_attention"}
+
+
+def _windows(config: Any) -> list[str]:
+    """Name the windows and chunks that a configuration asks for."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if kinds:
-        windows = sorted({"sliding_attention", "chunked_attention"} & set(kinds))
-    else:
-        windows = [f"sliding_window={window}"] if window and getattr(config, "use_sliding_window", True) else []
+        return sorted(_WINDOWED & set(kinds))
+    return [f"sliding_window={window}"] if window and getattr(config, "use_sliding_window", True) else []
+
+
+def _require_no_windows(part: PreTrainedModel) -> None:
+    windows = _windows(part.config)
     if windows:
-        raise UnsupportedError(f"{name} has {' and '.join(windows)}: {_without_windows(config)}")
+        raise UnsupportedError(f"{type(part).__name__} has {' and '.join(windows)}: {_without_windows(part.config)}")
 
 
 def _without_windows(config: Any) -> str:
