@@ -34,7 +34,7 @@ import test_blocks
 import test_properties
 from conformance import magnitudes, survivors
 from dilated_attention import Dilated, attention
-from dilated_attention.backends import block_groups, cpu, native
+from dilated_attention.backends import blocks, cpu, native
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.reference import attend, batch_counts
 from dilated_attention.backends.table import BACKENDS
@@ -118,7 +118,7 @@ class Trial:
             "deterministic": draw.random() < 0.5,
             "one_thread": draw.choice([0, cpu.ONE_THREAD]),
             "tile_bytes": draw.choice([1, native._TILE_BYTES]),
-            "long_rows": draw.choice([(96, 32), block_groups._LONG_ROWS]),
+            "chunk_bytes": draw.choice([20_000, blocks._CHUNK_BYTES]),
         }
 
     def __repr__(self) -> str:
@@ -303,7 +303,7 @@ class Trial:
             for module, name, value in (
                 (cpu, "ONE_THREAD", state["one_thread"]),
                 (native, "_TILE_BYTES", state["tile_bytes"]),
-                (block_groups, "_LONG_ROWS", state["long_rows"]),
+                (blocks, "_CHUNK_BYTES", state["chunk_bytes"]),
             ):
                 stack.enter_context(mock.patch.object(module, name, value))
             torch.set_num_threads(state["threads"])

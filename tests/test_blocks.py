@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import timeit
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from unittest import mock
@@ -29,7 +28,7 @@ from dilated_attention import (
     explain,
     plan_cache,
 )
-from dilated_attention.backends import block_groups, blocks
+from dilated_attention.backends import blocks
 from test_properties import DROPOUT, FULL_PRECISION, HALF_PRECISION, LAYOUTS, SCALES, arrange
 
 BUILDERS = ("local", "global", "strided", "dilated", "hierarchical", "random", "longformer", "bigbird", "mask")
@@ -87,8 +86,8 @@ def some(seq_len: int, block_size: tuple[int, int], lead: tuple[int, int], share
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call, but for numbers that `seed` gives. `constants` are those of the backend, made small
-    so that small calls run through every path of it."""
+    """The arguments of one call, but for numbers that `seed` gives. A small `chunk_bytes`, a bound of
+    the backend, cuts small calls into parts."""
 
     builder: str
     seq_len: int
@@ -107,7 +106,7 @@ class Call:
     lengths: tuple[int, ...] | None = None
     cu_seqlens: tuple[int, ...] | None = None
     padding: float | None = None
-    constants: tuple[tuple[str, object], ...] = ()
+    chunk_bytes: int = blocks._CHUNK_BYTES
     gradient_of: tuple[str, ...] = ("out", "lse")
     seed: int = 0
 
@@ -198,8 +197,6 @@ def calls(draw, products: bool, ragged: bool = False) -> Call:
         cu_seqlens = (0, *sorted(draw(st.lists(st.sampled_from(range(seq_len + 1)), max_size=4))), seq_len)
     if "mask" in kind:
         padding = draw(st.sampled_from([0.1, 0.5, 0.9, 1.0]))
-    constants = {"_LONG_ROWS": [(96, 32), block_groups._LONG_ROWS], "_VIEW_BLOCKS": [3, block_groups._VIEW_BLOCKS]}
-    constants |= {"_CHUNK_BYTES": [20_000, blocks._CHUNK_BYTES], "_FOLD_TOKENS": [0, blocks._FOLD_TOKENS]}
     return Call(
         builder=draw(st.sampled_from(BUILDERS)),
         seq_len=seq_len,
@@ -218,7 +215,7 @@ def calls(draw, products: bool, ragged: bool = False) -> Call:
         lengths=lengths,
         cu_seqlens=cu_seqlens,
         padding=padding,
-        constants=tuple((name, draw(st.sampled_from(values))) for name, values in constants.items()),
+        chunk_bytes=draw(st.sampled_from([1, 20_000, blocks._CHUNK_BYTES])),
         gradient_of=draw(st.sampled_from([("out",), ("out", "lse"), ("lse",)])),
         seed=draw(st.integers(0, 2**31)),
     )
@@ -233,11 +230,7 @@ def check(call: Call, dtype: torch.dtype, backend: str = "native") -> None:
         )  # fmt: skip
 
     pattern, inputs = call.pattern(), call.inputs(dtype)
-    with ExitStack() as patches:
-        for name, value in call.constants:
-            patches.enter_context(
-                mock.patch.object(block_groups if hasattr(block_groups, name) else blocks, name, value)
-            )
+    with mock.patch.object(blocks, "_CHUNK_BYTES", call.chunk_bytes):
         errors = excesses(
             run,
             inputs,
@@ -261,19 +254,6 @@ def test_layouts_in_float64(call):
 @given(call=calls(products=False))
 def test_layouts_in_float32(call):
     check(call, torch.float32)
-
-
-@pytest.mark.parametrize("block_size", [(16, 32), pytest.param((16, 16), marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_query_blocks_as_far_apart_as_their_key_blocks_are_merged(block_size, is_causal, monkeypatch):
-    monkeypatch.setattr(block_groups, "_LONG_ROWS", (96, 64))
-    layout = BlockLayout.dilated(1600, (4,), 24, block_size, is_causal=is_causal)
-    assert any(x.queries >= 64 and x.keys >= 48 for x in block_groups.calls_of(layout))
-    q, k, v = torch.randn(3, 1, 1600, 4, 8, dtype=torch.float64).requires_grad_()
-    out = {name: block_sparse_attention(q, k, v, layout, backend=name) for name in ("native", "reference")}
-    torch.testing.assert_close(out["native"], out["reference"], rtol=0, atol=1e-12)
-    pair = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in out.values()]
-    torch.testing.assert_close(*pair, rtol=0, atol=1e-11)
 
 
 @random_calls(40)
@@ -351,7 +331,7 @@ class TestCache:
 
         def find():
             (found,) = execution.layouts_of(asked, q, plan).values()
-            return blocks.block_plan(found, 0)
+            return blocks.groups_of(found, 0)
 
         assert find() is find()
         assert min(timeit.repeat(find, number=20, repeat=200)) / 20 < 20e-6

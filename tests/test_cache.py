@@ -188,7 +188,7 @@ def one_head(layout):
     "derive",
     [
         lambda layout: layout.transposed,
-        lambda layout: blocks.block_plan(layout, 0),
+        lambda layout: blocks.groups_of(layout, 0),
         lambda layout: execution._layout(layout, None, 2, 16, True, torch.device("cuda", 0)),
         one_head,
     ],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from conformance import random_calls
 from dilated_attention import BlockLayout, Dilated, attention, explain, plan_cache
-from dilated_attention.backends.block_groups import calls_of
+from dilated_attention.backends.blocks import calls_of
 from dilated_attention.backends.table import BACKENDS
 
 PATTERNS = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dilated_attention.backends.block_groups import Calls, calls_of
+from dilated_attention.backends.blocks import Calls, calls_of
 from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
 from dilated_attention.execution import layouts_of
 from dilated_attention.layout import BlockLayout
@@ -84,11 +84,11 @@ class Explanation:
             )
         for length, calls in self.calls.items():
             lines.append(f"layout of {length} tokens, inside each segment of as many")
-            lines.append("rows    queries  keys     keys are  diagonal  written")
+            lines.append("rows    queries  keys     diagonal")
             for call in calls:
-                keys, cut = "copied" if call.copied else "viewed", "cuts" if call.masked else ""
-                how = "directly" if call.first else "merged"
-                lines.append(f"{call.rows:<7} {call.queries:<8} {call.keys:<8} {keys:<9} {cut:<9} {how}")
+                lines.append(
+                    f"{call.rows:<7} {call.queries:<8} {call.keys:<8} {'cuts' if call.masked else ''}".rstrip()
+                )
         return "\n".join(lines)
 
 
@@ -150,8 +150,7 @@ def explain(
         each = problems * len(heads) // max(1, layout.batch_size * layout.num_heads)  # a batch may be empty
         pairs += each * int(layout.seen.sum())
         for run in calls_of(layout):
-            read = run.queries * row + run.keys * 2 * row
-            moved += each * run.rows * (read + (1 if run.first else 2) * written * run.queries * (row + 4))
+            moved += each * run.rows * (run.queries * (row + written * (row + 4)) + run.keys * 2 * row)
     choice, flops, groups = call.choice, 4 * q.shape[3] * pairs, tuple(group for group, _, _ in work)
     return Explanation(
         choice.backend.name, choice.reason, choice.refusals, groups, flops, moved, inside, chosen, exchange,

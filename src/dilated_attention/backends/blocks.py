@@ -1,209 +1,224 @@
-"""Compute block-sparse attention with PyTorch's fused operators: one batched call for each group of `block_groups`.
+"""Compute block-sparse attention with PyTorch's fused operators.
 
-The groups' results are merged, so the softmax runs over whole rows. Large groups are cut into several calls, so that
-temporaries stay bounded.
+A group is the query blocks that see equally many key blocks. A call computes some of its rows, with gathered keys and
+values. The groups' results are merged, so the softmax runs over whole rows. No Python loop runs over blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends import fused
-from dilated_attention.backends.block_groups import Group, block_plan
 from dilated_attention.backends.fused import Merged, Scores
+from dilated_attention.cache import lasting, plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into, running
 
 _CHUNK_BYTES = 16 << 20
-"""The most bytes that one call may use for temporaries: gathered keys and values, and partial results."""
-_GATHER_BYTES = 2 << 20
-"""The same bound per thread where forward gathers keys and values on CPU. A call takes few heads, so that a cache holds
-their keys and the copies. Forward then takes 0.85 to 0.97 of the time of calls with all heads and 16 MiB. Backward,
-which adds to the keys of all heads, would be 3 to 6 % slower with this bound."""
-_FOLD_TOKENS = 1 << 20
-"""The number of elements of a problem below which a batch of problems is copied into one problem with more heads.
-
-Larger problems are run one after another.
-"""
+"""The most bytes that one call may use for temporaries: gathered rows and partial results."""
 
 
-def _blocks(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Locate the first `tokens` tokens of the blocks `ids` (R, m) of x (seq, heads, ...), in head heads[r] for row r.
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Hold query blocks that see equally many key blocks, all of one size.
 
-    If `heads` is None: in all heads. `block` is the number of tokens per block. Returns a view of x and indices
-    (R * m,); view[index] is a block, (tokens, ...).
-
-    For whole blocks of all heads, the first dimension of the view counts blocks. Otherwise it counts elements of
-    memory, and a block starts at the element of its index. This overlapping view is 3 to 5 times as fast as advanced
-    indexing of x, most of all for a single head, and a tenth to a half slower than the view that counts blocks.
+    Attributes:
+        rows, heads: (R,) the query blocks, and the head of each; `heads` is None where all heads share the layout.
+        keys: (R, m) the key blocks that each query block sees.
+        q_tokens, k_tokens: tokens per query block and per key block; the block size, or the length of the last block.
+        masked: the diagonal cuts the key blocks.
     """
-    if heads is None and tokens == block:
-        return x[: len(x) // block * block].unflatten(0, (-1, block)), ids.flatten()
-    token, head, *rest = x.stride()
-    start, last = ids * (block * token), (x.shape[0] - tokens) * token
-    if heads is None:
-        size, stride = (tokens, *x.shape[1:]), (token, head, *rest)
-    else:
-        start, last = start + heads[:, None] * head, last + (x.shape[1] - 1) * head
-        size, stride = (tokens, *x.shape[2:]), (token, *rest)
-    return x.as_strided((last + 1, *size), (1, *stride), x.storage_offset()), start.flatten()
+
+    rows: Tensor
+    heads: Tensor | None
+    keys: Tensor
+    q_tokens: int
+    k_tokens: int
+    masked: bool
+
+    def part(self, rows: slice) -> Group:
+        heads = None if self.heads is None else self.heads[rows]
+        return replace(self, rows=self.rows[rows], heads=heads, keys=self.keys[rows])
 
 
-def _take(x: Tensor, block: int, tokens: int, ids: Tensor, heads: Tensor | None) -> Tensor:
-    """Copy the first `tokens` tokens of blocks `ids` (R, m), of `block` tokens each, of x (seq, heads, ...): (R, heads,
-    m * tokens, ...). With `heads` (R,), row r is taken from head heads[r] alone, and the second dimension is 1."""
-    view, start = _blocks(x, block, tokens, ids, heads)
-    taken = view.index_select(0, start).unflatten(0, ids.shape).flatten(1, 2)
-    return taken.transpose(1, 2) if heads is None else taken.unsqueeze(1)
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Hold the groups of a layout for the plan cache."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def nbytes(self) -> int:
+        tables = [x for g in self.groups for x in (g.rows, g.keys, g.heads) if x is not None]
+        return 256 + 512 * len(self.groups) + sum(8 * x.numel() for x in tables)
 
 
-def _slices(x: Tensor, tokens: int, per_head: bool) -> Tensor:
-    """View R rows of m blocks, (R, heads or 1, m * tokens, ...), as (tokens, R * m, ...): dimension 1 runs over blocks.
-    `per_head`: each row belongs to one head, and the head dimension, of size 1, is dropped."""
-    x = x.squeeze(1) if per_head else x.transpose(1, 2)
-    return x.unflatten(1, (-1, tokens)).flatten(0, 1).transpose(0, 1)
+def groups_of(layout: BlockLayout, batch: int) -> tuple[Group, ...]:
+    """Return the groups of the lists of batch element `batch`."""
+    batch = batch if layout.batch_size > 1 else 0
+    key = ("blocks", layout.key, batch)
+    return plan_cache.get(key, lambda: lasting(lambda: _Groups(tuple(_sorted(layout, batch))), layout.device)).groups
 
 
-def _window(x: Tensor, block: int, first: int, step: int, number: int, tokens: int) -> Tensor:
-    """View the first `tokens` tokens of the blocks first + t * step, for t < number, as (number, heads, tokens, ...). x
-    is (seq, heads, ...); `block`: tokens per block."""
-    token, head, *rest = x.stride()
-    size = (number, x.shape[1], tokens, *x.shape[2:])
-    return x.as_strided(size, (step * block * token, head, token, *rest), x.storage_offset() + first * block * token)
+def _sorted(layout: BlockLayout, batch: int) -> Iterator[Group]:
+    blocks, heads = layout.query_blocks, layout.num_heads
+    lanes = layout.row - batch * blocks * heads  # a lane: head * query blocks + query block
+    here = (lanes >= 0) & (lanes < blocks * heads)
+    lanes, keys, masked = lanes[here], layout.indices[here], layout.masked[here]
+    q_tail, k_tail = layout.seq_len % layout.q_block, layout.seq_len % layout.k_block
+    last_row = (lanes % blocks == blocks - 1) & (q_tail > 0)
+    last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
+    for is_last_row, q_tokens in ((False, layout.q_block), (True, q_tail)):
+        for is_last_key, k_tokens in ((False, layout.k_block), (True, k_tail)):
+            for cut in (True, False):
+                chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
+                lane, counts = lanes[chosen].unique_consecutive(return_counts=True)
+                begin = counts.cumsum(0) - counts
+                for count in counts.unique().tolist():
+                    of_count = counts == count
+                    entries = begin[of_count][:, None] + torch.arange(count, device=lane.device)
+                    row, head = lane[of_count] % blocks, lane[of_count] // blocks if heads > 1 else None
+                    yield Group(row, head, keys[chosen][entries], q_tokens, k_tokens, cut)
 
 
-def _cut(queries: int) -> int:
-    """Return how many queries a thread of PyTorch's CPU operator takes at once, if a problem has `queries` queries."""
-    return 256 if queries >= 768 else 64 if queries >= 192 else 32
+@dataclass(frozen=True)
+class Calls:
+    """Describe a `Group` without its tensors. A fused call computes as many of its rows as memory allows.
 
-
-class Sequence:
-    """Hold the block lists of batch element `batch`. The methods read and write rows of tensors (seq, heads, ...).
-    `key_bias` (seq,), 0 or -inf, is added to the scores of every query."""
-
-    def __init__(self, layout: BlockLayout, batch: int, key_bias: Tensor | None) -> None:
-        self.layout, self.key_bias = layout, key_bias
-        self.groups = block_plan(layout, batch).groups
-
-    def parts(self, num_heads: int, token_bytes: int, *, by_head: bool) -> Iterator[tuple[Group, slice]]:
-        """Yield (part of a group, slice of heads) for each call, whose temporaries fit in `_CHUNK_BYTES` if possible.
-
-        A row is the query blocks of a group that are computed together (`Group.rows`). A call takes some rows with all
-        heads; or some heads of one row, if a single row with all heads is too large. `by_head` applies where keys are
-        gathered: a call then takes what fits in `_GATHER_BYTES` per thread, all rows of some heads or some rows of one
-        head, unless this gives too little work for all threads. `token_bytes`: temporary bytes per token and head.
-        """
-        threads = torch.get_num_threads()
-        for group in self.groups:
-            gathered = 0 if group.key_view else 2 * group.key_tokens
-            row_bytes = token_bytes * (gathered + 2 * group.row_tokens)  # of a row of one head
-            rows, heads = len(group.rows), 1 if group.heads is not None else num_heads
-            few = max(1, _GATHER_BYTES * threads // row_bytes)
-            if by_head and gathered and few * -(-group.row_tokens // _cut(group.row_tokens)) >= 2 * threads:
-                row_pieces, head_pieces = -(-rows // few), min(heads, -(-rows * heads // few))
-            else:
-                fit = max(1, _CHUNK_BYTES // row_bytes)
-                row_pieces, head_pieces = -(-rows // max(1, fit // heads)), -(-heads // fit)
-            for j in range(head_pieces):
-                for i in range(row_pieces):
-                    part = group.part(i * rows // row_pieces, (i + 1) * rows // row_pieces)
-                    yield part, slice(j * num_heads // head_pieces, (j + 1) * num_heads // head_pieces)
-
-    def queries(self, x: Tensor, group: Group) -> Tensor:
-        if group.row_view:
-            return _window(x, self.layout.q_block, *group.row_view, len(group.rows), group.row_tokens)
-        return _take(x, self.layout.q_block, group.q_tokens, group.rows, group.heads)
-
-    def keys(self, x: Tensor, group: Group) -> Tensor:
-        if group.key_view:
-            return _window(x, self.layout.k_block, *group.key_view, len(group.rows), group.key_tokens)
-        return _take(x, self.layout.k_block, group.k_tokens, group.keys, group.heads)
-
-    def store(self, x: Tensor, group: Group, values: Tensor) -> None:
-        """Write values (rows, heads or 1, tokens, ...) to the query rows of a group in x (seq, heads, ...)."""
-        if group.row_view:
-            self.queries(x, group).copy_(values)
-            return
-        view, start = _blocks(x, self.layout.q_block, group.q_tokens, group.rows, group.heads)
-        view.transpose(0, 1).index_copy_(1, start, _slices(values, group.q_tokens, group.heads is not None))
-
-    def add_to_keys(self, x: Tensor, group: Group, values: Tensor) -> None:
-        """Add values (rows, heads or 1, key tokens, head_dim) to a group's key blocks in x (seq, heads, head_dim)."""
-        view, start = _blocks(x, self.layout.k_block, group.k_tokens, group.keys, group.heads)
-        view.transpose(0, 1).index_add_(1, start, _slices(values, group.k_tokens, group.heads is not None).to(x.dtype))
-
-    def causal(self, group: Group) -> bool:
-        """Return whether the operator's causal mask hides the later keys of a group that the diagonal cuts. It does if
-        block sizes agree: a row's only key block is then its query block."""
-        return group.masked and self.layout.q_block == self.layout.k_block
-
-    def bias(self, group: Group, dtype: torch.dtype) -> Tensor | None:
-        """Return a bias, 0 or -inf per score, `(rows, 1, 1 or queries, keys)`; None if it would hide nothing.
-
-        It hides the keys that the key bias hides. In groups that the diagonal cuts it also hides the keys after each
-        query, unless the operator's causal mask does so (see `causal`).
-        """
-        bias = None
-        if self.key_bias is not None:
-            bias = self.keys(self.key_bias[:, None].expand(-1, self.layout.num_heads), group)[:, :1, None, :]
-        if group.masked and not self.causal(group):
-            device = group.rows.device
-            query = group.rows * self.layout.q_block + torch.arange(group.q_tokens, device=device)
-            key = group.keys[:, :, None] * self.layout.k_block + torch.arange(group.k_tokens, device=device)
-            future = key.flatten(1)[:, None, :] > query[:, :, None]
-            mask = fused.bias_of(future, dtype)[:, None]
-            bias = mask if bias is None else bias + mask
-        return bias
-
-
-def _folded(layout: BlockLayout, scores: Scores, *tensors: Any) -> tuple[Scores, list[Any]]:
-    """Fold a batch, if q has fewer than `_FOLD_TOKENS` elements per sample, into one sample with more heads.
-
-    Tensors (batch, heads, ...), q first, become (1, batch * heads, ...), as do the hash words in the settings `scores`;
-    None stays None. Larger samples, a bias, and lists per sample or head forbid this; all is then returned unchanged.
+    Attributes:
+        rows: the number of query blocks, counted for each head that has its own lists.
+        queries, keys: query tokens and key tokens per row.
+        masked: the diagonal cuts the key blocks.
     """
-    q, pairs = tensors[0], scores.pairs
-    small = q.shape[1] * q.shape[2] * q.shape[3] < _FOLD_TOKENS
-    if not (q.shape[0] > 1 and small and layout.num_heads == layout.batch_size == 1 and scores.bias is None):
-        return scores, list(tensors)
-    if pairs is not None:
-        keys = pairs.keys.expand(-1, q.shape[1], -1)
-        scores = scores._replace(pairs=replace(pairs, queries=_fold(pairs.queries), keys=_fold(keys)))
-    return scores, [_fold(x) for x in tensors]
+
+    rows: int
+    queries: int
+    keys: int
+    masked: bool
 
 
-def _fold(x: Any) -> Any:
-    return None if x is None else x.reshape(1, -1, *x.shape[2:])
+def calls_of(layout: BlockLayout) -> tuple[Calls, ...]:
+    """Describe the groups of a layout, in order, for all batch elements and heads that have separate lists."""
+    return tuple(
+        Calls(len(g.rows), g.q_tokens, g.keys.shape[1] * g.k_tokens, g.masked)
+        for batch in range(layout.batch_size)
+        for g in groups_of(layout, batch)
+    )
 
 
-def _calls(
-    layout: BlockLayout, scores: Scores, tensors: list[Any], copies: int, *, by_head: bool = False
-) -> Iterator[tuple[Sequence, Group, Scores, list[Any]]]:
-    """Yield the arguments of each call of a fused operator: (sequence, group, settings of the scores, views).
+@dataclass(frozen=True)
+class BlockRows:
+    """Locate the first `tokens` tokens of the blocks `ids` (R, m), of `block` tokens each, in tensors (seq, heads,
+    ...): row r of head heads[r], or of every head if `heads` is None."""
 
-    The settings are `scores` with the call's own causality, bias and dropout. The views of `tensors`, which are (batch,
-    heads, seq, ...), q first, or None, are (seq, heads, ...), of one batch element and the call's heads. A call reads
-    or writes `copies` temporary vectors of head_dim numbers per token and head; they limit its rows and heads
-    (`Sequence.parts`).
+    block: int
+    tokens: int
+    ids: Tensor
+    heads: Tensor | None
+
+    def _view(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a view of x and indices (R * m,); view[index] is a block, (tokens, ...).
+
+        For whole blocks of all heads, the first dimension of the view counts blocks. Otherwise it counts elements of
+        memory, and a block starts at the element of its index. This overlapping view is 3 to 5 times as fast as
+        advanced indexing of x, most of all for a single head.
+        """
+        if self.heads is None and self.tokens == self.block:
+            return x[: len(x) // self.block * self.block].unflatten(0, (-1, self.block)), self.ids.flatten()
+        token, head, *rest = x.stride()
+        start, last = self.ids * (self.block * token), (x.shape[0] - self.tokens) * token
+        if self.heads is None:
+            size, stride = (self.tokens, *x.shape[1:]), (token, head, *rest)
+        else:
+            start, last = start + self.heads[:, None] * head, last + (x.shape[1] - 1) * head
+            size, stride = (self.tokens, *x.shape[2:]), (token, *rest)
+        return x.as_strided((last + 1, *size), (1, *stride), x.storage_offset()), start.flatten()
+
+    def take(self, x: Tensor) -> Tensor:
+        """Copy the rows of x: (R, heads or 1, m * tokens, ...)."""
+        view, start = self._view(x)
+        taken = view.index_select(0, start).unflatten(0, self.ids.shape).flatten(1, 2)
+        return taken.transpose(1, 2) if self.heads is None else taken.unsqueeze(1)
+
+    def _slices(self, x: Tensor) -> Tensor:
+        """View rows as `take` returns them as (tokens, R * m, ...), as `index_copy_` and `index_add_` need them."""
+        x = x.transpose(1, 2) if self.heads is None else x.squeeze(1)
+        return x.unflatten(1, (-1, self.tokens)).flatten(0, 1).transpose(0, 1)
+
+    def store(self, x: Tensor, values: Tensor) -> None:
+        view, start = self._view(x)
+        view.transpose(0, 1).index_copy_(1, start, self._slices(values))
+
+    def add(self, x: Tensor, values: Tensor) -> None:
+        view, start = self._view(x)
+        view.transpose(0, 1).index_add_(1, start, self._slices(values).to(x.dtype))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Hold one call of a fused operator: where its queries and keys are, the settings of its scores, and views (seq,
+    heads, ...) of the tensors."""
+
+    queries: BlockRows
+    keys: BlockRows
+    scores: Scores
+    views: list[Any]
+
+
+def _calls(layout: BlockLayout, scores: Scores, tensors: list[Any], copies: int) -> Iterator[_Call]:
+    """Yield the calls of a layout: parts of its groups, all heads or some of them, whose temporaries fit in
+    `_CHUNK_BYTES` if possible.
+
+    The settings are `scores` with the call's own causality, bias and dropout. `tensors` are (batch, heads, seq, ...), q
+    first, or None. A call reads or writes `copies` temporary vectors of head_dim numbers per token and head.
     """
     q, pairs = tensors[0], scores.pairs
     words = [] if pairs is None else [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]
+    vector = 2 * copies * q.shape[3] * q.element_size()
     for i in range(len(q)):
-        sequence = Sequence(layout, i, None if scores.bias is None else scores.bias[i, 0, 0])
         whole = [None if x is None else x[i].transpose(0, 1) for x in (*tensors, *words)]
-        for group, heads in sequence.parts(q.shape[1], copies * q.shape[3] * q.element_size(), by_head=by_head):
-            views: list[Any] = [None if x is None else x[:, heads] for x in whole]
-            part = scores._replace(is_causal=sequence.causal(group), bias=sequence.bias(group, q.dtype))
-            if pairs is not None:
-                key_words, query_words = sequence.keys(views.pop(), group), sequence.queries(views.pop(), group)
-                part = part._replace(pairs=replace(pairs, queries=query_words, keys=key_words))
-            yield sequence, group, part, views
+        key_bias = None if scores.bias is None else scores.bias[i, 0, 0]
+        for group in groups_of(layout, i):
+            heads = q.shape[1] if group.heads is None else 1
+            fit = max(1, _CHUNK_BYTES // (vector * (group.q_tokens + group.keys.shape[1] * group.k_tokens)))
+            rows, some = max(1, fit // heads), fit if heads > 1 else q.shape[1]
+            for head in range(0, q.shape[1], some):
+                views: list[Any] = [None if x is None else x[:, head : head + some] for x in whole]
+                for row in range(0, len(group.rows), rows):
+                    part = group.part(slice(row, row + rows))
+                    queries = BlockRows(layout.q_block, part.q_tokens, part.rows[:, None], part.heads)
+                    keys = BlockRows(layout.k_block, part.k_tokens, part.keys, part.heads)
+                    # If block sizes agree, a row's only key block on the diagonal is its query block.
+                    causal = group.masked and layout.q_block == layout.k_block
+                    bias = score_bias(layout, part, keys, key_bias, q.dtype, diagonal=group.masked and not causal)
+                    own = scores._replace(is_causal=causal, bias=bias)
+                    if pairs is not None:
+                        taken = queries.take(views[-2]), keys.take(views[-1])
+                        own = own._replace(pairs=replace(pairs, queries=taken[0], keys=taken[1]))
+                    yield _Call(queries, keys, own, views[: len(tensors)])
+
+
+def score_bias(
+    layout: BlockLayout, group: Group, keys: BlockRows, key_bias: Tensor | None, dtype: torch.dtype, *, diagonal: bool
+) -> Tensor | None:
+    """Return a bias, 0 or -inf per score, `(rows, 1, 1 or queries, keys)`; None if it would hide nothing.
+
+    It hides the keys that `key_bias` (seq,), 0 or -inf, hides. With `diagonal` also the keys after each query.
+    """
+    bias = None
+    if key_bias is not None:
+        bias = keys.take(key_bias[:, None].expand(-1, layout.num_heads))[:, :1, None, :]
+    if diagonal:
+        query = group.rows[:, None] * layout.q_block + torch.arange(group.q_tokens, device=group.rows.device)
+        key = group.keys[:, :, None] * layout.k_block + torch.arange(group.k_tokens, device=group.rows.device)
+        mask = fused.bias_of(key.flatten(1)[:, None, :] > query[:, :, None], dtype)[:, None]
+        bias = mask if bias is None else bias + mask
+    return bias
 
 
 def forward(
@@ -212,50 +227,29 @@ def forward(
     """Return (out, lse) of a layout, as `fused.forward` does, for q, k, v `(batch, heads, seq, head_dim)`, any strides.
     A bias in `scores` has one row for all heads and queries; its `is_causal` is ignored: the layout says whether it is
     causal."""
-    shape = q.shape
-    scores, (q, k, v) = _folded(layout, scores, q, k, v)
-    out, lse = (x.transpose(1, 2) for x in running(q.transpose(1, 2), _covered(layout)))
-    for sequence, group, part_scores, (q_, k_, v_, out_, lse_) in _calls(
-        layout, scores, [q, k, v, out, lse], 1, by_head=q.device.type == "cpu"
-    ):
-        views = sequence.queries(q_, group), sequence.keys(k_, group), sequence.keys(v_, group)
-        part, part_lse = fused.forward(part_scores, *views)
-        if not group.first:
-            rows, rows_lse = sequence.queries(out_, group), sequence.queries(lse_, group)
-            merge_into(rows, rows_lse, part, part_lse)
-            if group.row_view:
-                continue
-            part, part_lse = rows, rows_lse
-        sequence.store(out_, group, part)
-        sequence.store(lse_, group, part_lse)
-    return out.reshape(shape), lse.reshape(shape[:3])
+    out, lse = (x.transpose(1, 2) for x in running(q.transpose(1, 2), False))
+    for call in _calls(layout, scores, [q, k, v, out, lse], 1):
+        q_, k_, v_, out_, lse_ = call.views
+        part, part_lse = fused.forward(call.scores, call.queries.take(q_), call.keys.take(k_), call.keys.take(v_))
+        rows, rows_lse = call.queries.take(out_), call.queries.take(lse_)
+        merge_into(rows, rows_lse, part, part_lse)
+        call.queries.store(out_, rows)
+        call.queries.store(lse_, rows_lse)
+    return out, lse
 
 
 def backward(
     layout: BlockLayout, scores: Scores, merged: Merged, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Keys, fused.Keys]:
     """Return (dq, dk, dv) of a layout, in single precision at least. `scores` is as in `forward`."""
-    shape = q.shape
-    scores, (q, k, v, *of_queries) = _folded(layout, scores, q, k, v, *merged)
     sums = torch.promote_types(q.dtype, torch.float32)
-    dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=sums).transpose(1, 2) for x in (k, v))
-    dq = (q.new_empty if _covered(layout) else q.new_zeros)(q.transpose(1, 2).shape, dtype=sums).transpose(1, 2)
-    for sequence, group, part_scores, (q_, k_, v_, dq_, dk_, dv_, *merged_) in _calls(
-        layout, scores, [q, k, v, dq, dk, dv, *of_queries], 2
-    ):
-        part = Merged(*merged_).views(partial(sequence.queries, group=group))
-        views = sequence.queries(q_, group), sequence.keys(k_, group), sequence.keys(v_, group)
-        part_q, part_k, part_v = fused.backward(part_scores, part, *views)
-        if group.first:
-            sequence.store(dq_, group, part_q.to(sums))
-        elif group.row_view:
-            sequence.queries(dq_, group).add_(part_q)
-        else:
-            sequence.store(dq_, group, sequence.queries(dq_, group) + part_q)
-        sequence.add_to_keys(dk_, group, part_k)
-        sequence.add_to_keys(dv_, group, part_v)
-    return dq.reshape(shape), dk.reshape(shape), dv.reshape(shape)
-
-
-def _covered(layout: BlockLayout) -> bool:
-    return all(block_plan(layout, batch).covered for batch in range(layout.batch_size))
+    dq, dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=sums).transpose(1, 2) for x in (q, k, v))
+    for call in _calls(layout, scores, [q, k, v, dq, dk, dv, *merged], 2):
+        q_, k_, v_, dq_, dk_, dv_, *merged_ = call.views
+        part = Merged(*merged_).views(call.queries.take)
+        views = call.queries.take(q_), call.keys.take(k_), call.keys.take(v_)
+        part_q, part_k, part_v = fused.backward(call.scores, part, *views)
+        call.queries.add(dq_, part_q)
+        call.keys.add(dk_, part_k)
+        call.keys.add(dv_, part_v)
+    return dq, dk, dv

@@ -36,11 +36,10 @@ STAGES: dict[tuple[ModuleType | type, str], str] = {
     (blocks, "merge_into"): "merging",
     (native, "add_phantoms"): "merging",
     (PlanCache, "get"): "finding the plan",
-    (blocks.Sequence, "bias"): "masks",
-    (blocks.Sequence, "keys"): "gathering blocks",
-    (blocks.Sequence, "queries"): "gathering blocks",
-    (blocks.Sequence, "store"): "scattering blocks",
-    (blocks.Sequence, "add_to_keys"): "scattering blocks",
+    (blocks, "score_bias"): "masks",
+    (blocks.BlockRows, "take"): "gathering blocks",
+    (blocks.BlockRows, "store"): "scattering blocks",
+    (blocks.BlockRows, "add"): "scattering blocks",
 }
 _OPERATORS = {
     **dict.fromkeys(("empty", "empty_strided", "empty_like", "new_empty", "resize_"), "allocation"),

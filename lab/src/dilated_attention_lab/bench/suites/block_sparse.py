@@ -144,7 +144,7 @@ def _tables(seq_len: int) -> Iterator[Row]:
 
     def find() -> object:
         (found,) = (layouts_of(call, q, plan) or {}).values()
-        return blocks.block_plan(found, 0)
+        return blocks.groups_of(found, 0)
 
     def miss() -> object:
         plan_cache.clear()
