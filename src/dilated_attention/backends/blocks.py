@@ -19,7 +19,7 @@ from dilated_attention.cache import lasting, plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into, running
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 8 << 20
 """The most bytes that one call may use for temporaries: gathered rows and partial results."""
 
 
