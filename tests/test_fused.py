@@ -254,9 +254,10 @@ def test_plain_products_form_scores_in_single_precision(is_causal, size, keys, d
 
 @pytest.mark.parametrize("with_pairs", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-def test_chunks_of_plain_products(is_causal, with_pairs, monkeypatch):
+@pytest.mark.parametrize("masks", [1, 3], ids=["as of a band", "of padding"])
+def test_chunks_of_plain_products(masks, is_causal, with_pairs, monkeypatch):
     q, k, v = (torch.randn(3, 4, 12, 8, dtype=torch.float64) for _ in range(3))
-    bias = torch.zeros(3, 1, 1, 12, dtype=torch.float64)
+    bias = torch.zeros(masks, 1, 1, 12, dtype=torch.float64)
     bias[0, ..., :5] = -torch.inf
     dropout = dropout_of(0.3, torch.tensor(3), 3, 4, torch.arange(12), torch.arange(12)[:, None])
     words = dropout.queries.transpose(1, 2), dropout.keys.T[None].expand(3, 4, 12)

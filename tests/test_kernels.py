@@ -41,7 +41,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import ARCHITECTURES, Architecture, Shape
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Window
-from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
+from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated, plan_of
 from tolerances import TOLERANCE, relative_error
 
 tl = pytest.importorskip("triton.language", reason="Triton runs on Linux only")
@@ -762,6 +762,12 @@ def test_geometric_branches_take_few_launches():
     launches = tiles.tables(plan, "queries", shape, None, torch.device("cpu"))
     assert [t.spans for t in launches] == [5, 3]
     assert len(tiles.tables(causal(plan), "queries", shape, None, torch.device("cpu"))) == 8
+
+
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_the_residues_of_a_window_are_one_launch(side):
+    plan = plan_of((Window(2, rate=300) + Dilated((64,), (1,))).branches(2), (0, 4000))
+    assert [len(turn) for turn in tiles.turns(plan.groups, side)] == [2, 300]
 
 
 def test_causal_branches_keep_their_own_launches():

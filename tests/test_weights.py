@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dilated_attention import BlockLayout, Dilated, attention, attention_weights
+from dilated_attention import BlockLayout, Dilated, Window, attention, attention_weights
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.nn import BlockSparseRingMultiheadDilatedAttention
 from tolerances import TOLERANCE, relative_error
@@ -119,9 +119,14 @@ def test_no_dense_matrix_is_made():
     """100,000 tokens: a dense one would take 40 GB."""
     n = 100_000
     q = torch.randn(1, n, 1, 4)
-    weights = attention_weights(q, q, BlockLayout.local(n, 1, 16))
-    assert weights.shape == (1, 1, n, n)
-    assert weights._nnz() == 16 * n
+    for pattern, pairs in (
+        (BlockLayout.local(n, 1, 16), 16 * n),
+        (Window(3, 2), 6 * n - 6 - 3),
+        (Window(2, rate=3), 5 * n - 2 * 3 - 2 * 6),
+    ):
+        weights = attention_weights(q, q, pattern)
+        assert weights.shape == (1, 1, n, n)
+        assert weights._nnz() == pairs
 
 
 @pytest.mark.parametrize("average", [False, True])

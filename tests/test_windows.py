@@ -188,6 +188,20 @@ def test_a_window_is_a_value():
             Window(**wrong)
 
 
+def test_a_sum_is_a_value():
+    near, far, layout = Window(1), Dilated([8], [2]), BlockLayout.local(16, 2, 4)
+    assert Sum([near, far]) == near + far
+    assert len({Sum([near, far]), near + far}) == 1
+    assert Sum((near + layout, far)) == near + layout + far
+    released = Dilated([8], [2], compat="torchscale")
+    for terms, message in (
+        ((), "at least two"), ([near], "at least two"), (near, "at least two"), ((near, 3), "got int"),
+        ((released, near), "compat='torchscale' in a sum"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            Sum(terms)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     "pattern", [Window(5), Window(3, 1, rate=2), Window(2, leading=6), Window(4) + Dilated([8], [1])]

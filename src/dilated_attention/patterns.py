@@ -6,7 +6,7 @@ reads, h // (num_heads // num_kv_heads), so that a KV head shows all its query h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -47,10 +47,10 @@ class _Term:
 
     def __add__(self, other: Any) -> Sum:
         """Return the sum of both patterns: what either shows, counts added; see `Sum`."""
-        return _sum(self, other)
+        return Sum((self, other))
 
     def __radd__(self, other: Any) -> Sum:
-        return _sum(other, self)
+        return Sum((other, self))
 
     def plot(
         self,
@@ -397,7 +397,8 @@ class Sum(_Branched):
     A key that two terms show counts twice, as in `Dilated` a key that two branches show.
 
     Args:
-        terms: at least two patterns: `Dilated`, `Window`, `BlockLayout` or products.
+        terms: at least two patterns: `Dilated`, `Window`, `BlockLayout` or products. The terms of a sum among them
+            take its place.
 
     Examples:
         >>> from dilated_attention import Dilated, Window
@@ -407,6 +408,23 @@ class Sum(_Branched):
     """
 
     terms: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        given = tuple(self.terms) if isinstance(self.terms, Iterable) else (self.terms,)
+        terms = tuple([term for x in given for term in (x.terms if isinstance(x, Sum) else (x,))])
+        for term in terms:
+            if not isinstance(term, (_Branched, BlockLayout, Product)):
+                raise ValueError(
+                    f"a term of a sum must be a Dilated, Window, BlockLayout or product; got {type(term).__name__}"
+                )
+            if isinstance(term, Dilated) and term.compat is not None:
+                raise UnsupportedError(
+                    f"compat={term.compat!r} in a sum: the zero keys of released checkpoints belong to one pattern; "
+                    f"use {without_padding(term)!r}"
+                )
+        if len(terms) < 2:
+            raise ValueError(f"terms must hold at least two patterns; got {list(terms)}: give the pattern alone")
+        object.__setattr__(self, "terms", terms)
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
         """Return the branches of all terms, for num_heads KV heads; arguments as in `Dilated.offset_table`.
@@ -458,21 +476,6 @@ def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads:
     if isinstance(part, Product):
         return part._seen(seq_len, num_heads, None, is_causal)
     return part._counts(seq_len, num_heads, is_causal)
-
-
-def _sum(first: Any, second: Any) -> Sum:
-    terms = [term for x in (first, second) for term in (x.terms if isinstance(x, Sum) else (x,))]
-    for term in terms:
-        if not isinstance(term, (_Branched, BlockLayout, Product)):
-            raise ValueError(
-                f"a term of a sum must be a Dilated, Window, BlockLayout or product; got {type(term).__name__}"
-            )
-        if isinstance(term, Dilated) and term.compat is not None:
-            raise UnsupportedError(
-                f"compat={term.compat!r} in a sum: the zero keys of released checkpoints belong to one pattern; "
-                f"use {without_padding(term)!r}"
-            )
-    return Sum(tuple(terms))
 
 
 def dilated(

@@ -87,6 +87,16 @@ class StridedGroup(NamedTuple):
         queries, keys = self.queries.shifted(tokens), self.keys.shifted(tokens)
         return self._replace(queries=queries, keys=keys, head=self.head + heads)
 
+    def runs(self, length: int) -> Iterator[StridedGroup]:
+        """Yield this group in runs of at most `length` queries, each with the keys that some of its queries see."""
+        for start in range(0, self.queries.count, length):
+            run = slice_rows(self.queries, start, min(start + length, self.queries.count))
+            low, high = (None if x is None else x + start for x in (self.low, self.high))
+            found = trimmed(run, self.keys, low, high)
+            if found is not None:
+                some, seen, (low, high) = found
+                yield self._replace(queries=some, keys=seen, low=low, high=high)
+
     def entries(self) -> int:
         """Count the group's score entries in one sample, over all its KV heads, as if each had a single query head."""
         rows, keys = self.queries.count, self.keys.count

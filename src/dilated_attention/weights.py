@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Product, without_padding
 from dilated_attention.plan import Rows, StridedGroup, plan_of
+
+_LEAST_RUN = 256  # queries of a narrow window that are computed at once
 
 
 def attention_weights(
@@ -72,7 +76,8 @@ def attention_weights(
         wide_q, wide_k = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale), k.to(lse.dtype)
         indices, values = [torch.empty(4, 0, dtype=torch.int64, device=q.device)], [lse.new_empty(0)]
         branches = branched_factor(pattern, seq_len).branches(kv_heads)
-        for group in plan_of(branches, (0, seq_len), None, is_causal).groups:
+        plan = plan_of(branches, (0, seq_len), None, is_causal)
+        for group in (part for whole in plan.groups for part in _narrow(whole)):
             layout = pattern if isinstance(pattern, BlockLayout) else None
             if isinstance(pattern, Product):
                 layout = pattern.layout_of(group.queries.count)
@@ -98,6 +103,13 @@ def attention_weights(
             torch.cat(indices, 1), torch.cat(values), shape, device=q.device, check_invariants=False
         )
         return weights.coalesce().to(q.dtype)
+
+
+def _narrow(group: StridedGroup) -> Iterator[StridedGroup]:
+    """Yield a group in parts that, where it has a band with two bounds, form few pairs outside of it."""
+    if group.low is None or group.high is None:
+        return iter((group,))
+    return group.runs(max(_LEAST_RUN, group.high - group.low + 1))
 
 
 def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: int) -> tuple[Tensor, ...]:

@@ -62,8 +62,8 @@ class Scores(NamedTuple):
         """Return these settings for some batch elements (`problems`), heads, query rows and keys."""
         bias, pairs = self.bias, self.pairs
         if bias is not None:
-            every = slice(None)
-            bias = bias[problems, heads if bias.shape[1] > 1 else every, rows if bias.shape[2] > 1 else every, keys]
+            slices = zip((problems, heads, rows), bias.shape, strict=False)
+            bias = bias[tuple([x if size > 1 else slice(None) for x, size in slices])][..., keys]
         return self._replace(bias=bias, pairs=None if pairs is None else pairs.part(problems, heads, rows, keys))
 
     def drop(self, p: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from dilated_attention.backends.problem import Layouts, Problem
 from dilated_attention.cache import lasting, plan_layout
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into, running
-from dilated_attention.plan import Rows, StridedGroup, slice_rows, trimmed
+from dilated_attention.plan import Rows, StridedGroup, slice_rows
 
 Tokens = Float[Tensor, "batch seq heads dim"]
 KeyTokens = Float[Tensor, "batch keys kv_heads dim"]
@@ -261,13 +261,7 @@ def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
         yield group._replace(keys=slice_rows(keys, 0, group.high), high=None)
         yield group._replace(keys=slice_rows(keys, group.high, keys.count), high=0, first=False)
         return
-    for start in range(0, rows.count, _BAND_ROWS):
-        run = slice_rows(rows, start, min(start + _BAND_ROWS, rows.count))
-        low, high = (None if x is None else x + start for x in (group.low, group.high))
-        found = trimmed(run, keys, low, high)
-        if found is not None:
-            some, seen, (low, high) = found
-            yield group._replace(queries=some, keys=seen, low=low, high=high)
+    yield from group.runs(_BAND_ROWS)
 
 
 def _hidden(group: StridedGroup, device: torch.device) -> Tensor:

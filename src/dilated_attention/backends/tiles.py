@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -190,22 +191,29 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
     """Sort groups into turns. Groups that share a (row, head) which tiles hold keep their order.
 
     A group goes into the turn after the last one that touches its tokens in one of its heads. A group is assumed to
-    touch everything from its first token to its last. This may give one turn too many, which only costs time.
+    touch everything from its first token to its last, except the residues of its stride that are not its own. This may
+    give one turn too many, which only costs time.
     """
     out: list[list[StridedGroup]] = []
-    touched: dict[int, list[tuple[int, int, int, int]]] = {}  # head -> (low, high, greatest high so far, turn)
+    # (head, stride) -> residue -> (low, high, greatest high so far, turn)
+    touched: dict[tuple[int, int], dict[int, list[tuple[int, int, int, int]]]] = {}
+    strides: dict[int, None] = {}  # in order
     for group in groups:
         rows, _ = _sides(group, side)
         low, high = rows.start, rows.start + (rows.segments - 1) * rows.segment + (rows.count - 1) * rows.stride + 1
-        turn = 0
+        stride = 1 if rows.segment % rows.stride and rows.segments > 1 else rows.stride
+        residue, turn = low % stride, 0
+        strides[stride] = None
+        for head, other_stride in product(_heads(group), strides):
+            found = touched.get((head, other_stride), {})
+            for intervals in [found.get(residue, [])] if other_stride == stride else found.values():
+                for other_low, other_high, reach, other in reversed(intervals):
+                    if reach <= low:
+                        break
+                    if other_low < high and low < other_high:
+                        turn = max(turn, other + 1)
         for head in _heads(group):
-            for other_low, other_high, reach, other in reversed(touched.get(head, ())):
-                if reach <= low:
-                    break
-                if other_low < high and low < other_high:
-                    turn = max(turn, other + 1)
-        for head in _heads(group):
-            intervals = touched.setdefault(head, [])
+            intervals = touched.setdefault((head, stride), {}).setdefault(residue, [])
             intervals.append((low, high, max(high, intervals[-1][2]) if intervals else high, turn))
         if turn == len(out):
             out.append([])
