@@ -290,6 +290,7 @@ BLOCK_CASES = {
     "window": (local(250), 250, 8, 8, 2, None, None),
     "window, whole blocks a shard": (local(256), 256, 8, 8, 1, None, None),
     "lists of their own": (bigbird(16, 2, 210, 16), 210, 16, 8, 2, None, None),
+    "lists per key-value head": (bigbird(8, 1, 130, 16), 130, 16, 8, 1, None, None),
     "query and key blocks differ": (bigbird(1, 1, 230, (32, 16)), 230, 8, 8, 1, None, None),
     "key blocks the longer ones": (bigbird(8, 1, 230, (16, 48)), 230, 8, 8, 1, None, None),
     "nothing crosses": (BlockLayout.from_mask(torch.eye(16, dtype=torch.bool), 256, 16), 256, 8, 8, 1, None, None),
