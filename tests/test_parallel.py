@@ -416,7 +416,7 @@ def compose():
 
     x = torch.arange(50.0).view(2, 25)
     shard = shard_sequence(x, mesh).clone().requires_grad_()
-    whole = unshard_sequence(shard, mesh, seq_len=25)
+    whole = unshard_sequence(shard, mesh, seq_len=torch.tensor(25))
     whole.mul(x * (rank + 1)).sum().backward()
     start, stop = sequence_range(25, mesh)
     weight = sum(range(1, size + 1))
@@ -468,6 +468,9 @@ def refuse():
         options = {"seq_len": case.seq_len} | options
         return dilated_attention(*tensors, segments, rates, offsets=offsets, mesh=mesh, **options)
 
+    def gather():
+        return unshard_sequence(own[0], good, seq_len=case.seq_len)
+
     def odd_rank(x, y):
         return x if rank == 1 else y
 
@@ -502,6 +505,8 @@ def refuse():
         "shards of two batches": lambda: unshard_sequence(torch.zeros(odd_rank(2, 1), 4), good),
         "shards along two dims": lambda: unshard_sequence(torch.zeros(1, 4, 4), good, dim=odd_rank(2, -2)),
         "shards along no dim": lambda: unshard_sequence(torch.zeros(1, 4), good, dim=odd_rank(2, 1)),
+        "another function": lambda: gather() if rank == 1 else attend(),
+        "another function, refused": lambda: attend([x[0] for x in own]) if rank == 1 else gather(),
     }
     answers = {}
     for name, attempt in attempts.items():
@@ -541,6 +546,8 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "shards of two batches": r"shape \(1, seq\) on rank 0, torch.float32 of shape \(2, seq\) on rank 1",
         "shards along two dims": r"shape \(1, seq, 4\) on rank 0, torch.float32 of shape \(1, 4, seq\) on rank 1",
         "shards along no dim": "dim=2 is none of the 2 dimensions of x on rank 1",
+        "another function": "rank 1 has function=unshard_sequence, elsewhere function=attention",
+        "another function, refused": "rank 1 refused its context parallel call, .*: q must have 4 dimensions",
     }
     for answer in answers:
         assert answer.keys() == expected.keys()

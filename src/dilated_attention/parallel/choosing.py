@@ -37,13 +37,11 @@ def choose_blocks(
     Raises ValueError on every rank if the shards do not make one sequence, or if on some rank `choose` raises a
     ValueError or returns a layout that does not fit its q and k.
     """
-    group = context_group(mesh)
-    link, problem = link_of(group), _misfit(q, k)
-    if problem:
-        link.refuse(problem, torch.device("cpu"))
-    length = agreed_length(q, group, 1, seq_len)
-    agreed_length(k, group, 1, length)
-    link.enter("choose_blocks")
+    group, name = context_group(mesh), "choose_blocks"
+    link = link_of(group)
+    length = agreed_length(q, group, 1, seq_len, name, _misfit(q, k))
+    agreed_length(k, group, 1, length, name)
+    link.enter(name)
     bounds, kv_heads = balanced_bounds(length, link.size), k.shape[2]
     shares = [-(-rank * kv_heads // link.size) for rank in range(link.size + 1)]
     layout, error = None, None
@@ -108,13 +106,13 @@ def sums_of_blocks(
     return parts.new_zeros(len(x), number, *parts.shape[2:]).index_add(1, blocks, parts)
 
 
-def _misfit(q: Tensor, k: Tensor) -> str | None:
+def _misfit(q: Tensor, k: Tensor) -> str:
     if q.dim() != 4 or k.dim() != 4 or q.dtype != k.dtype or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         kinds = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k))
         return f"q and k must be (batch, shard, heads, head_dim) of one dtype, batch, shard and head_dim; got {kinds}"
     if not k.shape[2] or q.shape[2] % k.shape[2]:
         return f"the heads of k must divide the {q.shape[2]} heads of q; got {k.shape[2]}"
-    return None
+    return ""
 
 
 def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]) -> tuple[Tensor, Tensor]:

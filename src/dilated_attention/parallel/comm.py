@@ -234,8 +234,8 @@ class Link:
         on this rank alone.
 
         Args:
-            description: one `name=value` per line, for everything that must be equal so that the ranks' messages
-                fit.
+            description: one `name=value` per line, `function` among them, for everything that must be equal so that
+                the ranks' messages fit.
             problem: why this rank refuses its own call, if it does.
             wanted: whether this rank wants gradients of a call that can have them; compared in every such call until
                 some rank does. None: not compared.
@@ -255,7 +255,7 @@ class Link:
         with self.guard("while comparing the plan's fingerprint"):
             texts, self._attempt, anywhere = compare_texts(text, self.group, device, self._number, bool(wanted))
         if problem is not None or len(set(texts)) > 1:
-            raise ValueError(_difference(texts))
+            raise ValueError(difference(texts))
         if agreed is None:
             agreed = self._agreed[self.fingerprint] = Agreed()
             if len(self._agreed) > _MOST_AGREED:
@@ -519,7 +519,7 @@ def compare_texts(
     return texts, number, bool(any_flag)
 
 
-def _difference(texts: Sequence[str]) -> str:
+def difference(texts: Sequence[str]) -> str:
     """Return, as text, which ranks refused and why; if none did, whose descriptions differ from the most frequent."""
     refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
     if len(refusals) == len(texts) and len(set(texts)) == 1:
@@ -534,7 +534,9 @@ def _difference(texts: Sequence[str]) -> str:
 
 
 def _differing(texts: Sequence[str]) -> str:
-    return presence.differences([dict(line.split("=", 1) for line in text.splitlines()) for text in texts])
+    facts = [dict(line.split("=", 1) for line in text.splitlines()) for text in texts]
+    functions = [{"function": each["function"]} for each in facts]
+    return presence.differences(facts if functions.count(functions[0]) == len(facts) else functions)
 
 
 _links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()

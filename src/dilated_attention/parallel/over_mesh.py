@@ -89,6 +89,7 @@ class _Plan:
         transport = traffic.choose(shards.transport, sharding, shape).transport
         lengths, rates, offsets, compat, bands, leading = sharding.branches
         values = {
+            "function": "attention",
             "seq_len": sharding.seq_len,
             "shard bounds": "balanced" if len(shards.bounds) == 1 else list(sharding.bounds),
             "segment_lengths": list(lengths),

@@ -13,7 +13,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from dilated_attention import checks
 from dilated_attention.mesh import Mesh, context_group
-from dilated_attention.parallel.comm import Link, compare_texts, link_of
+from dilated_attention.parallel.comm import Link, compare_texts, difference, link_of
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.torch_internals import flattened
 
@@ -95,27 +95,40 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
     return gathered(x, dim, bounds, group, "unshard_sequence")
 
 
-def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
+def agreed_length(
+    x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None, name: str = "unshard_sequence", refused: str = ""
+) -> int:
     """Return the global length along `dim` after checking that every rank holds its shard of it.
 
-    `seq_len`: that length; None: the shard's length times the number of ranks. Every rank raises a ValueError if the
-    shards do not fit. Without this check a gather could hang or mix up rows.
+    Every rank raises a ValueError if the shards do not fit, or if some rank refuses its call or calls another function.
+    Without this check a gather could hang or mix up rows.
+
+    Args:
+        seq_len: the global length; None: the shard's length times the number of ranks.
+        name: the function or layer that asks, the same on every rank.
+        refused: why this rank refuses its own call, if it does.
     """
     rank, size, shape = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
     rows, problem = 0, f"dim={dim} is none of the {x.dim()} dimensions of x on rank {rank}"
     if -x.dim() <= dim < x.dim():
         rows, shape[dim], problem = x.shape[dim], "seq", ""
-    length = rows * size if seq_len is None else seq_len
+    problem, length = f"{refused} on rank {rank}" if refused else problem, 0
     try:
+        length = checks.integer("seq_len", rows * size if seq_len is None else seq_len, 0)
         start, stop = sequence_range(length, group)
         if not problem and rows != stop - start:
             problem = f"x has {rows} rows in dim {dim}; the shard of rank {rank} of seq_len={length} has {stop - start}"
     except ValueError as error:
-        problem = f"{error} on rank {rank}"
+        problem = problem or f"{error} on rank {rank}"
     kind = f"{x.dtype} of shape ({', '.join(shape)})"
-    with link_of(group).guard("unshard_sequence, while comparing lengths"):
-        texts, *_ = compare_texts(json.dumps([problem, kind, 0 if problem else length]), group, x.device)
-    found = [json.loads(text) for text in texts]
+    link = link_of(group)
+    link.description, link.place = f"function={name}", name
+    own = f"{link.description}\nshard="
+    with link.guard("while comparing lengths"):
+        texts, *_ = compare_texts(own + json.dumps([problem, kind, 0 if problem else length]), group, x.device)
+    if not all(text.startswith(own) for text in texts):
+        raise ValueError(difference(texts))
+    found = [json.loads(text.removeprefix(own)) for text in texts]
     if refusal := next((problem for problem, *_ in found if problem), ""):
         raise ValueError(refusal)
     other = next((j for j in range(size) if found[j] != found[0]), None)
