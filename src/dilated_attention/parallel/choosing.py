@@ -12,9 +12,14 @@ from torch import Tensor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import row_offsets
 from dilated_attention.mesh import Mesh, context_group
+from dilated_attention.parallel import presence
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
+
+
+_FACTS = ("batch", "lists per KV head", "seq_len", "q_block", "k_block", "is_causal")
+"""What the layouts of all ranks must have in common to be joined."""
 
 
 @torch.no_grad()
@@ -35,7 +40,7 @@ def choose_blocks(
         seq_len: the global length; default: equal shards.
 
     Raises ValueError on every rank if the shards do not make one sequence, or if on some rank `choose` raises a
-    ValueError or returns a layout that does not fit its q and k.
+    ValueError, returns a layout that does not fit its q and k, or one with other blocks than on the other ranks.
     """
     group, name = context_group(mesh), "choose_blocks"
     link = link_of(group)
@@ -63,6 +68,12 @@ def choose_blocks(
     refused = [rank for rank, (first, last) in enumerate(pairwise(shares)) if first < last and facts[rank][0] < 0]
     if refused:
         raise ValueError(f"choose refused its heads on rank {refused[0]}: {error or 'see its error there'}") from error
+    shown = [dict(zip(_FACTS, map(str, own if own[0] >= 0 else facts[0]), strict=False)) for own in facts]
+    if any(own != shown[0] for own in shown):
+        raise ValueError(
+            f"choose gives layouts that do not fit together: {presence.differences(shown)}. Every rank must pass the "
+            "same selector with the same options"
+        )
     return _joined(link, layout, facts, shares, q.device)
 
 
