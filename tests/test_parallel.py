@@ -490,6 +490,14 @@ def refuse():
         "lengths": lambda: attend(
             odd_rank([torch.cat([x, x]) for x in own], own), lengths=torch.tensor(odd_rank([131, 131], [131]))
         ),
+        "head_dim of q": lambda: attend(
+            odd_rank([*[x.repeat(1, 1, 1, 2) for x in own[:2]], own[2]], [*own[:2], own[2].repeat(1, 1, 1, 2)]),
+            scale=0.5,
+        ),
+        "head_dim of v": lambda: attend([*own[:2], own[2][..., : odd_rank(3, 4)]]),
+        "head_offset": lambda: attend(
+            segments=(131,), rates=(1,), offsets="head", head_offset=odd_rank(1, 0), dropout_p=0.5
+        ),
         "transport name": lambda: attend(transport="carrier"),
         "transport refused": lambda: attend(transport="doubling"),
         "heads": lambda: attend([x[:, :, :1] for x in own], offsets=((0,),), transport="ulysses"),
@@ -533,6 +541,9 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "sign of scale": "rank 1 has scale=-0.5, elsewhere scale=0.5",
         "batch": "rank 1 has batch=2",
         "lengths": r"rank 1 has lengths=\(131, 131\), elsewhere lengths=\(131,\)",
+        "head_dim of q": r"rank 1 has head_dim=\(8, 4\), elsewhere head_dim=\(4, 8\)",
+        "head_dim of v": r"rank 1 has head_dim=\(4, 3\), elsewhere head_dim=\(4, 4\)",
+        "head_offset": "rank 1 has first_head=1, elsewhere first_head=0",
         "transport name": "transport must be one of",
         "transport refused": "transport='doubling' does not serve this call: doubling needs a power of two of ranks",
         "heads": "1 query and 1 key-value heads do not divide by 3 ranks",
