@@ -17,7 +17,6 @@ from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
 
-
 _FACTS = ("batch", "lists per KV head", "seq_len", "q_block", "k_block", "is_causal")
 """What the layouts of all ranks must have in common to be joined."""
 
