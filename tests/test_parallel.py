@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import re
+import tracemalloc
 import weakref
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +24,7 @@ from dilated_attention.call import Call
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.mesh import TRANSPORTS
 from dilated_attention.parallel import exchange_plan, traffic
-from dilated_attention.parallel.comm import Framing, Traffic, link_of
+from dilated_attention.parallel.comm import Framing, Link, Traffic, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds
 from dilated_attention.parallel.sharding import (
     cp_mean,
@@ -609,6 +610,22 @@ def test_a_mesh_of_one_rank_communicates_nothing() -> None:
     out, lse, moved = processes.run(1, alone)[0]
     assert max(out, lse) < 1e-12
     assert moved == Traffic()
+
+
+def many_descriptions():
+    """Return the bytes that a link holds after calls of many lengths, each with the layers of a deep model."""
+    link = Link(dist.group.WORLD)
+    tracemalloc.start()
+    for seq_len in range(6000):
+        for layer in range(32):
+            link.agree(f"function=attention\nseq_len={seq_len}", None, torch.device("cpu"))
+            link.begin(f"layers.{layer}.attention")
+    return tracemalloc.get_traced_memory()[0]
+
+
+def test_a_link_holds_little_after_calls_of_many_lengths() -> None:
+    """As with packed samples, whose edges differ in every step."""
+    assert processes.run(1, many_descriptions)[0] < 64e6
 
 
 def destroyed():

@@ -14,7 +14,7 @@ import secrets
 import time
 import weakref
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
@@ -34,8 +34,9 @@ from dilated_attention.torch_internals import autograd_position, rendezvous_stor
 
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
-_MOST_AGREED = 2**16
-"""The most call descriptions that a link keeps. The oldest is dropped first, at the same call on every rank."""
+_MOST_AGREED = 2**12
+"""The most call descriptions that a link keeps, each with the numbering of all layers: about 400 bytes per layer. The
+oldest is dropped first, at the same call on every rank, and compared again when it comes back."""
 _MOST_FORWARDS = 2**12
 """The number of a layer's last forwards that are remembered, to find the one that a recomputation repeats."""
 
@@ -130,7 +131,7 @@ class Transfer:
         return self.buffer
 
 
-@dataclass
+@dataclass(slots=True)
 class Forwards:
     """Give each forward of one layer under one plan a number, which goes into the seals of its messages.
 
@@ -144,7 +145,7 @@ class Forwards:
     """
 
     count: int = 0
-    places: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_FORWARDS))
+    places: list[int] = field(default_factory=list)
     again: tuple[int, int] = (-1, 0)
 
     def next(self) -> int:
@@ -157,6 +158,7 @@ class Forwards:
         if node is None:
             self.count += 1
             self.places.append(here)
+            del self.places[:-_MOST_FORWARDS]
             return 2 * self.count
         self.again = node, self.again[1] + 1 if self.again[0] == node else 0
         repeated = self.count - len(self.places) + bisect_right(self.places, node)
