@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,8 +43,30 @@ def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
     All ranks must pass a tensor of the same shape and dtype.
     """
     group, x = context_group(mesh), x.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(x, dist.get_global_rank(group, rank), group=group)
+    with link_of(group).guard(f"while rank {rank} sends to all"):
+        dist.broadcast(x, dist.get_global_rank(group, rank), group=group)
     return x
+
+
+def summed_over(mesh: Mesh, tensors: Iterable[Tensor]) -> None:
+    """Replace each tensor by its sum over the ranks of the mesh, in place. All ranks must pass tensors of the same
+    shapes and dtypes."""
+    link = link_of(context_group(mesh))
+    with link.guard("while adding up the ranks' rows"):
+        for x in tensors:
+            dist.all_reduce(x, group=link.group)
+
+
+def require_same(name: str, mesh: Mesh, tokens: Tensor, **values: Any) -> None:
+    """Raise a ValueError on every rank unless all ranks call function `name` with the same tokens and values."""
+    link = link_of(context_group(mesh))
+    digest = hashlib.sha256(tokens.long().cpu().numpy().tobytes()).hexdigest()[:16]
+    facts = {"function": name, "tokens": f"{tuple(tokens.shape)} {digest}", **values}
+    link.description, link.place = "\n".join([f"{key}={value}" for key, value in facts.items()]), name
+    with link.guard("while comparing arguments"):
+        texts, *_ = compare_texts(link.description, link.group, tokens.device)
+    if len(set(texts)) > 1:
+        raise ValueError(difference(texts))
 
 
 def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
