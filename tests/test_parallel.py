@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import re
+import tracemalloc
 import weakref
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +24,7 @@ from dilated_attention.call import Call
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.mesh import TRANSPORTS
 from dilated_attention.parallel import exchange_plan, traffic
-from dilated_attention.parallel.comm import Framing, Traffic, link_of
+from dilated_attention.parallel.comm import Framing, Link, Traffic, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds
 from dilated_attention.parallel.sharding import (
     cp_mean,
@@ -290,6 +291,7 @@ BLOCK_CASES = {
     "window": (local(250), 250, 8, 8, 2, None, None),
     "window, whole blocks a shard": (local(256), 256, 8, 8, 1, None, None),
     "lists of their own": (bigbird(16, 2, 210, 16), 210, 16, 8, 2, None, None),
+    "lists per key-value head": (bigbird(8, 1, 130, 16), 130, 16, 8, 1, None, None),
     "query and key blocks differ": (bigbird(1, 1, 230, (32, 16)), 230, 8, 8, 1, None, None),
     "key blocks the longer ones": (bigbird(8, 1, 230, (16, 48)), 230, 8, 8, 1, None, None),
     "nothing crosses": (BlockLayout.from_mask(torch.eye(16, dtype=torch.bool), 256, 16), 256, 8, 8, 1, None, None),
@@ -415,7 +417,7 @@ def compose():
 
     x = torch.arange(50.0).view(2, 25)
     shard = shard_sequence(x, mesh).clone().requires_grad_()
-    whole = unshard_sequence(shard, mesh, seq_len=25)
+    whole = unshard_sequence(shard, mesh, seq_len=torch.tensor(25))
     whole.mul(x * (rank + 1)).sum().backward()
     start, stop = sequence_range(25, mesh)
     weight = sum(range(1, size + 1))
@@ -467,6 +469,9 @@ def refuse():
         options = {"seq_len": case.seq_len} | options
         return dilated_attention(*tensors, segments, rates, offsets=offsets, mesh=mesh, **options)
 
+    def gather():
+        return unshard_sequence(own[0], good, seq_len=case.seq_len)
+
     def odd_rank(x, y):
         return x if rank == 1 else y
 
@@ -486,6 +491,14 @@ def refuse():
         "lengths": lambda: attend(
             odd_rank([torch.cat([x, x]) for x in own], own), lengths=torch.tensor(odd_rank([131, 131], [131]))
         ),
+        "head_dim of q": lambda: attend(
+            odd_rank([*[x.repeat(1, 1, 1, 2) for x in own[:2]], own[2]], [*own[:2], own[2].repeat(1, 1, 1, 2)]),
+            scale=0.5,
+        ),
+        "head_dim of v": lambda: attend([*own[:2], own[2][..., : odd_rank(3, 4)]]),
+        "head_offset": lambda: attend(
+            segments=(131,), rates=(1,), offsets="head", head_offset=odd_rank(1, 0), dropout_p=0.5
+        ),
         "transport name": lambda: attend(transport="carrier"),
         "transport refused": lambda: attend(transport="doubling"),
         "heads": lambda: attend([x[:, :, :1] for x in own], offsets=((0,),), transport="ulysses"),
@@ -501,6 +514,8 @@ def refuse():
         "shards of two batches": lambda: unshard_sequence(torch.zeros(odd_rank(2, 1), 4), good),
         "shards along two dims": lambda: unshard_sequence(torch.zeros(1, 4, 4), good, dim=odd_rank(2, -2)),
         "shards along no dim": lambda: unshard_sequence(torch.zeros(1, 4), good, dim=odd_rank(2, 1)),
+        "another function": lambda: gather() if rank == 1 else attend(),
+        "another function, refused": lambda: attend([x[0] for x in own]) if rank == 1 else gather(),
     }
     answers = {}
     for name, attempt in attempts.items():
@@ -527,6 +542,9 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "sign of scale": "rank 1 has scale=-0.5, elsewhere scale=0.5",
         "batch": "rank 1 has batch=2",
         "lengths": r"rank 1 has lengths=\(131, 131\), elsewhere lengths=\(131,\)",
+        "head_dim of q": r"rank 1 has head_dim=\(8, 4\), elsewhere head_dim=\(4, 8\)",
+        "head_dim of v": r"rank 1 has head_dim=\(4, 3\), elsewhere head_dim=\(4, 4\)",
+        "head_offset": "rank 1 has first_head=1, elsewhere first_head=0",
         "transport name": "transport must be one of",
         "transport refused": "transport='doubling' does not serve this call: doubling needs a power of two of ranks",
         "heads": "1 query and 1 key-value heads do not divide by 3 ranks",
@@ -540,6 +558,8 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "shards of two batches": r"shape \(1, seq\) on rank 0, torch.float32 of shape \(2, seq\) on rank 1",
         "shards along two dims": r"shape \(1, seq, 4\) on rank 0, torch.float32 of shape \(1, 4, seq\) on rank 1",
         "shards along no dim": "dim=2 is none of the 2 dimensions of x on rank 1",
+        "another function": "rank 1 has function=unshard_sequence, elsewhere function=attention",
+        "another function, refused": "rank 1 refused its context parallel call, .*: q must have 4 dimensions",
     }
     for answer in answers:
         assert answer.keys() == expected.keys()
@@ -590,6 +610,22 @@ def test_a_mesh_of_one_rank_communicates_nothing() -> None:
     out, lse, moved = processes.run(1, alone)[0]
     assert max(out, lse) < 1e-12
     assert moved == Traffic()
+
+
+def many_descriptions():
+    """Return the bytes that a link holds after calls of many lengths, each with the layers of a deep model."""
+    link = Link(dist.group.WORLD)
+    tracemalloc.start()
+    for seq_len in range(6000):
+        for layer in range(32):
+            link.agree(f"function=attention\nseq_len={seq_len}", None, torch.device("cpu"))
+            link.begin(f"layers.{layer}.attention")
+    return tracemalloc.get_traced_memory()[0]
+
+
+def test_a_link_holds_little_after_calls_of_many_lengths() -> None:
+    """As with packed samples, whose edges differ in every step."""
+    assert processes.run(1, many_descriptions)[0] < 64e6
 
 
 def destroyed():

@@ -119,6 +119,44 @@ def test_what_is_refused_is_refused_on_every_rank():
         assert "choose refused its heads on rank 0" in messages[3]
 
 
+def run_other_options():
+    """One rank chooses blocks of another size or causality than the others."""
+    rank, messages = dist.get_rank(), []
+    q, k = (torch.randn(1, 8, heads, 4) for heads in (4, 2))
+    for other in ({"block_size": 8}, {"block_size": (4, 8)}, {"is_causal": False}):
+        usual = {"density": 0.5, "block_size": 4, "is_causal": True}
+        choose = partial(routing.topk_blocks, **usual | (other if rank == 1 else {}))
+        with pytest.raises(ValueError, match="do not fit together") as caught:
+            choose_blocks(choose, q, k, dist.group.WORLD)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_rank_that_chooses_other_blocks_is_named_on_every_rank():
+    for messages in processes.run(3, run_other_options):  # the third rank has no heads
+        assert "rank 1 has q_block=8, elsewhere q_block=4; k_block=8, elsewhere k_block=4" in messages[0]
+        assert "rank 1 has k_block=8, elsewhere k_block=4 (elsewhere: rank 0)" in messages[1]
+        assert "rank 1 has is_causal=0, elsewhere is_causal=1" in messages[2]
+
+
+def run_one_misfit():
+    """One rank passes a k that does not fit its q, before and after a call that fits."""
+    rank, messages = dist.get_rank(), []
+    q, k = (torch.randn(1, 8, heads, 4) for heads in (4, 2))
+    choose = partial(routing.topk_blocks, density=0.5, block_size=4)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="q and k must be") as caught:
+            choose_blocks(choose, q, k[..., : 4 - rank % 2], dist.group.WORLD)
+        messages.append(str(caught.value))
+        attention(q, k, k, choose_blocks(choose, q, k, dist.group.WORLD), mesh=dist.group.WORLD)
+    return messages
+
+
+def test_a_rank_whose_tensors_do_not_fit_is_named_on_every_rank():
+    for messages in processes.run(3, run_one_misfit):
+        assert all(message.endswith("torch.float32 (1, 8, 2, 3) on rank 1") for message in messages), messages
+
+
 MODULES = {
     "mixture": (BlockAttentionMixture, 90, {"block_size": 16, "top_k": 3, "query_block": 4}),
     "mixture, blocks longer than shards": (BlockAttentionMixture, 75, {"block_size": 36, "top_k": 2, "query_block": 9}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from dilated_attention import (
     dilated_attention,
     explain,
 )
-from dilated_attention.errors import UnsupportedError
+from dilated_attention.errors import ContextParallelError, UnsupportedError
 from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
     GigaPathConfig,
@@ -231,6 +232,35 @@ def generation():
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.thorough)])
 def test_generation_over_a_mesh(size: int) -> None:
     processes.run(size, generation)
+
+
+def generation_apart():
+    """Ranks that continue different prompts, or by different numbers of tokens; then one leaves in the middle."""
+    torch.manual_seed(0)
+    rank, mesh = dist.get_rank(), dist.group.WORLD
+    model = LongNetLM(LongNetConfig(embed_dim=16, num_layers=1, num_heads=2, pattern=Dilated((8, 64), (1, 2)))).eval()
+    set_context_parallel(model, mesh)
+    tokens, messages = torch.arange(12)[None], []
+    for prompt, steps in ((tokens + (rank == 1), 4), (tokens, 4 + (rank == 1))):
+        with pytest.raises(ValueError, match="rank 1 has") as caught:
+            model.generate(prompt, steps)
+        messages.append(str(caught.value))
+    stream = model.stream(tokens, 4)
+    next(stream)
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(ContextParallelError) as lost:
+        list(stream)
+    return [*messages, str(lost.value)]
+
+
+def test_ranks_that_generate_apart_are_told() -> None:
+    kind, messages = processes.World(2, generation_apart, timeout=3.0).outcomes(30, [0])[0]
+    assert kind == "result", messages
+    assert "rank 1 has tokens=(1, 12) " in messages[0]
+    assert "rank 1 has max_len=17, elsewhere max_len=16" in messages[1]
+    assert "no word within 1 s from rank 1" in messages[2]
 
 
 @pytest.mark.parametrize("size", [2, 3])

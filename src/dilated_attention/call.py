@@ -81,7 +81,9 @@ class Shards:
         bounds: the edges of the shards, one more than ranks; or the global length alone, for balanced shards.
         samples: the edges of packed samples; None for one sample.
         lengths: the lengths of all samples of a padded batch, if the call is one of these samples; otherwise empty.
-        sinks: whether the call has sinks. This and `lengths` serve only to check that all ranks passed the same.
+        sinks: whether the call has sinks.
+        widths: the head_dims of q and of v, as given. This, `sinks` and `lengths` serve only to check that all ranks
+            passed the same.
         layer: the name of the calling layer, for error messages.
     """
 
@@ -92,6 +94,7 @@ class Shards:
     layer: str = ""
     lengths: tuple[int, ...] = ()
     sinks: bool = False
+    widths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +153,8 @@ class Call:
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
         if ranks is not None:
             transport, layer, sinks = options["transport"], options["layer"], options["sinks"] is not None
-            call = call.over(Shards(ranks.group_name, (seq_len,), transport=transport, layer=layer, sinks=sinks))
+            shards = Shards(ranks.group_name, (seq_len,), None, transport, layer, (), sinks, (q.shape[3], v.shape[3]))
+            call = call.over(shards)
         return call
 
     @classmethod

@@ -92,7 +92,7 @@ def _pack(call: Call) -> tuple[Any, ...]:
         words.append(call.layout_function)
     if shards is not None:
         words += (shards.group_name, shards.transport, shards.layer, *["sinks"] * shards.sinks)
-        for edges in (shards.bounds, shards.samples or (), shards.lengths):
+        for edges in (shards.bounds, shards.samples or (), shards.lengths, shards.widths):
             numbers += (len(edges), *edges)
     for x in call.layouts:
         numbers += (x.seq_len, x.q_block, x.k_block, int(x.is_causal))
@@ -112,7 +112,8 @@ def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
     shards = None
     if _of_mesh(words):
         group, transport, layer = words[1:4]
-        shards = Shards(group, read.bounds, read.samples, transport, layer, read.lengths, "sinks" in words[4:])
+        sinks = "sinks" in words[4:]
+        shards = Shards(group, read.bounds, read.samples, transport, layer, read.lengths, sinks, read.widths)
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
         key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts, softcap,
@@ -134,6 +135,7 @@ class _Numbers(NamedTuple):
     bounds: tuple[int, ...]
     samples: tuple[int, ...] | None
     lengths: tuple[int, ...]
+    widths: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
 
 
@@ -151,11 +153,11 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     bands = tuple(zip(limits[::2], limits[1::2], strict=True))
     leading = take(banded)
     branches = Branches(segment_lengths, dilation_rates, offsets, "torchscale" if compat else None, bands, leading)
-    bounds, samples, lengths = (take(next(rest)) if over_mesh else () for _ in range(3))
+    bounds, samples, lengths, widths = (take(next(rest)) if over_mesh else () for _ in range(4))
     left = tuple(rest)
     sizes = tuple([left[i : i + 4] for i in range(0, len(left), 4)])
     starts = q_start, k_start
-    return _Numbers(branches, bool(is_causal), first_head, starts, bounds, samples or None, lengths, sizes)
+    return _Numbers(branches, bool(is_causal), first_head, starts, bounds, samples or None, lengths, widths, sizes)
 
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")

@@ -22,14 +22,13 @@ from numbers import Real
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from dilated_attention import Dilated
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.nn import Source
-from dilated_attention.plumbing import Mesh, checks, context_group, fused, merge_into, progressions
+from dilated_attention.plumbing import Mesh, checks, fused, merge_into, progressions, summed_over
 
 # Scale lengths between a position and the origin of xPos before the cached keys move to a nearer origin: keys then
 # grow by at most 3.5^4, and a move is needed once per that many tokens.
@@ -322,10 +321,8 @@ class KeyValueCache:
 
     def join(self, mesh: Mesh) -> None:
         """Exchange the rows of the ranks' shards, so that every rank has all of them."""
-        for layer in self.layers:
-            for *_, keys, values in layer.buffers:
-                for rows in (keys, values):  # 0 where others fill
-                    dist.all_reduce(rows, group=context_group(mesh))
+        buffers = [buffer for layer in self.layers for buffer in layer.buffers]
+        summed_over(mesh, [rows for *_, keys, values in buffers for rows in (keys, values)])  # 0 where others fill
 
     def step(self) -> Int[Tensor, "batch 1"]:
         """Return the positions of every sample's next token. They advance in `end`, not here.

@@ -20,7 +20,7 @@ from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import LongNetStack, places_of, tables_of
 from dilated_attention.nn import CrossAttention, SelfAttention, Source
 from dilated_attention.parallel import cp_mean, sequence_range, shard_sequence
-from dilated_attention.plumbing import checks, dtype_of_products, from_rank, held_mesh, hooked, mesh_size
+from dilated_attention.plumbing import checks, dtype_of_products, from_rank, held_mesh, hooked, mesh_size, require_same
 
 
 class LongNetAttention(Pretrained):
@@ -311,6 +311,8 @@ class LongNetLM(LongNetStack):
         counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
         if not counts or not min(counts):
             raise ValueError("tokens: empty prompt; give at least one token per sample")
+        if self.mesh is not None:
+            require_same("prefill", self.mesh, tokens, lengths=counts, max_len=max_len)
         x = self.embed(tokens if self.mesh is None else shard_sequence(tokens, self.mesh))
         cache = KeyValueCache(self.config, batch, max_len=max_len, dtype=dtype_of_products(x), device=x.device)
         cache.source, cache.source_mask = self._read(source, source_lengths, keep=True)

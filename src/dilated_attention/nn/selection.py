@@ -328,7 +328,7 @@ class SelectingAttention(nn.Module):
         if self.mesh is None:
             return [0, x.shape[1]], 0
         group = context_group(self.mesh)
-        length, size = agreed_length(x, group, 1, self.seq_len), dist.get_world_size(group)
+        length, size = agreed_length(x, group, 1, self.seq_len, type(self).__name__), dist.get_world_size(group)
         return list(balanced_bounds(length, size)), dist.get_rank(group)
 
     def forward(

@@ -12,9 +12,13 @@ from torch import Tensor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import row_offsets
 from dilated_attention.mesh import Mesh, context_group
+from dilated_attention.parallel import presence
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
+
+_FACTS = ("batch", "lists per KV head", "seq_len", "q_block", "k_block", "is_causal")
+"""What the layouts of all ranks must have in common to be joined."""
 
 
 @torch.no_grad()
@@ -35,15 +39,13 @@ def choose_blocks(
         seq_len: the global length; default: equal shards.
 
     Raises ValueError on every rank if the shards do not make one sequence, or if on some rank `choose` raises a
-    ValueError or returns a layout that does not fit its q and k.
+    ValueError, returns a layout that does not fit its q and k, or one with other blocks than on the other ranks.
     """
-    group = context_group(mesh)
-    link, problem = link_of(group), _misfit(q, k)
-    if problem:
-        link.refuse(problem, torch.device("cpu"))
-    length = agreed_length(q, group, 1, seq_len)
-    agreed_length(k, group, 1, length)
-    link.enter("choose_blocks")
+    group, name = context_group(mesh), "choose_blocks"
+    link = link_of(group)
+    length = agreed_length(q, group, 1, seq_len, name, _misfit(q, k))
+    agreed_length(k, group, 1, length, name)
+    link.enter(name)
     bounds, kv_heads = balanced_bounds(length, link.size), k.shape[2]
     shares = [-(-rank * kv_heads // link.size) for rank in range(link.size + 1)]
     layout, error = None, None
@@ -65,6 +67,12 @@ def choose_blocks(
     refused = [rank for rank, (first, last) in enumerate(pairwise(shares)) if first < last and facts[rank][0] < 0]
     if refused:
         raise ValueError(f"choose refused its heads on rank {refused[0]}: {error or 'see its error there'}") from error
+    shown = [dict(zip(_FACTS, map(str, own if own[0] >= 0 else facts[0]), strict=False)) for own in facts]
+    if any(own != shown[0] for own in shown):
+        raise ValueError(
+            f"choose gives layouts that do not fit together: {presence.differences(shown)}. Every rank must pass the "
+            "same selector with the same options"
+        )
     return _joined(link, layout, facts, shares, q.device)
 
 
@@ -108,13 +116,13 @@ def sums_of_blocks(
     return parts.new_zeros(len(x), number, *parts.shape[2:]).index_add(1, blocks, parts)
 
 
-def _misfit(q: Tensor, k: Tensor) -> str | None:
+def _misfit(q: Tensor, k: Tensor) -> str:
     if q.dim() != 4 or k.dim() != 4 or q.dtype != k.dtype or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         kinds = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k))
         return f"q and k must be (batch, shard, heads, head_dim) of one dtype, batch, shard and head_dim; got {kinds}"
     if not k.shape[2] or q.shape[2] % k.shape[2]:
         return f"the heads of k must divide the {q.shape[2]} heads of q; got {k.shape[2]}"
-    return None
+    return ""
 
 
 def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares: list[int]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import secrets
 import time
 import weakref
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
@@ -34,8 +34,9 @@ from dilated_attention.torch_internals import autograd_position, rendezvous_stor
 
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
-_MOST_AGREED = 2**16
-"""The most call descriptions that a link keeps. The oldest is dropped first, at the same call on every rank."""
+_MOST_AGREED = 2**12
+"""The most call descriptions that a link keeps, each with the numbering of all layers: about 400 bytes per layer. The
+oldest is dropped first, at the same call on every rank, and compared again when it comes back."""
 _MOST_FORWARDS = 2**12
 """The number of a layer's last forwards that are remembered, to find the one that a recomputation repeats."""
 
@@ -130,7 +131,7 @@ class Transfer:
         return self.buffer
 
 
-@dataclass
+@dataclass(slots=True)
 class Forwards:
     """Give each forward of one layer under one plan a number, which goes into the seals of its messages.
 
@@ -144,7 +145,7 @@ class Forwards:
     """
 
     count: int = 0
-    places: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_FORWARDS))
+    places: list[int] = field(default_factory=list)
     again: tuple[int, int] = (-1, 0)
 
     def next(self) -> int:
@@ -157,6 +158,7 @@ class Forwards:
         if node is None:
             self.count += 1
             self.places.append(here)
+            del self.places[:-_MOST_FORWARDS]
             return 2 * self.count
         self.again = node, self.again[1] + 1 if self.again[0] == node else 0
         repeated = self.count - len(self.places) + bisect_right(self.places, node)
@@ -234,8 +236,8 @@ class Link:
         on this rank alone.
 
         Args:
-            description: one `name=value` per line, for everything that must be equal so that the ranks' messages
-                fit.
+            description: one `name=value` per line, `function` among them, for everything that must be equal so that
+                the ranks' messages fit.
             problem: why this rank refuses its own call, if it does.
             wanted: whether this rank wants gradients of a call that can have them; compared in every such call until
                 some rank does. None: not compared.
@@ -255,7 +257,7 @@ class Link:
         with self.guard("while comparing the plan's fingerprint"):
             texts, self._attempt, anywhere = compare_texts(text, self.group, device, self._number, bool(wanted))
         if problem is not None or len(set(texts)) > 1:
-            raise ValueError(_difference(texts))
+            raise ValueError(difference(texts))
         if agreed is None:
             agreed = self._agreed[self.fingerprint] = Agreed()
             if len(self._agreed) > _MOST_AGREED:
@@ -519,7 +521,7 @@ def compare_texts(
     return texts, number, bool(any_flag)
 
 
-def _difference(texts: Sequence[str]) -> str:
+def difference(texts: Sequence[str]) -> str:
     """Return, as text, which ranks refused and why; if none did, whose descriptions differ from the most frequent."""
     refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
     if len(refusals) == len(texts) and len(set(texts)) == 1:
@@ -534,7 +536,9 @@ def _difference(texts: Sequence[str]) -> str:
 
 
 def _differing(texts: Sequence[str]) -> str:
-    return presence.differences([dict(line.split("=", 1) for line in text.splitlines()) for text in texts])
+    facts = [dict(line.split("=", 1) for line in text.splitlines()) for text in texts]
+    functions = [{"function": each["function"]} for each in facts]
+    return presence.differences(facts if functions.count(functions[0]) == len(facts) else functions)
 
 
 _links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()

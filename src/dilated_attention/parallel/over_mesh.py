@@ -76,7 +76,7 @@ class _Plan:
         shards, _, edges = _mesh(call)
         shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
         given = call.key_padding_mask is not None, shards.sinks
-        scores = call.scale, call.softcap, *given, call.dropout_p
+        scores = call.scale, call.softcap, *given, call.dropout_p, call.first_head, shards.widths
         rows = edges, len(shards.bounds), shards.samples, shards.lengths, shards.transport
         key = ("over mesh", call.branches, call.layouts, call.is_causal, shape, scores, rows)
         return plan_cache.get(key, lambda: cls._make(call, shape))
@@ -89,6 +89,7 @@ class _Plan:
         transport = traffic.choose(shards.transport, sharding, shape).transport
         lengths, rates, offsets, compat, bands, leading = sharding.branches
         values = {
+            "function": "attention",
             "seq_len": sharding.seq_len,
             "shard bounds": "balanced" if len(shards.bounds) == 1 else list(sharding.bounds),
             "segment_lengths": list(lengths),
@@ -104,7 +105,8 @@ class _Plan:
             "batch": shape.batch,
             "heads": shape.num_heads,
             "kv_heads": sharding.num_heads,
-            "head_dim": shape.head_dim,
+            "first_head": call.first_head,
+            "head_dim": shards.widths,
             "dtype": shape.dtype,
             "scale": call.scale,
             "softcap": call.softcap,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from dilated_attention import checks
 from dilated_attention.mesh import Mesh, context_group
-from dilated_attention.parallel.comm import Link, compare_texts, link_of
+from dilated_attention.parallel.comm import Link, compare_texts, difference, link_of
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.torch_internals import flattened
 
@@ -42,8 +43,30 @@ def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
     All ranks must pass a tensor of the same shape and dtype.
     """
     group, x = context_group(mesh), x.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(x, dist.get_global_rank(group, rank), group=group)
+    with link_of(group).guard(f"while rank {rank} sends to all"):
+        dist.broadcast(x, dist.get_global_rank(group, rank), group=group)
     return x
+
+
+def summed_over(mesh: Mesh, tensors: Iterable[Tensor]) -> None:
+    """Replace each tensor by its sum over the ranks of the mesh, in place. All ranks must pass tensors of the same
+    shapes and dtypes."""
+    link = link_of(context_group(mesh))
+    with link.guard("while adding up the ranks' rows"):
+        for x in tensors:
+            dist.all_reduce(x, group=link.group)
+
+
+def require_same(name: str, mesh: Mesh, tokens: Tensor, **values: Any) -> None:
+    """Raise a ValueError on every rank unless all ranks call function `name` with the same tokens and values."""
+    link = link_of(context_group(mesh))
+    digest = hashlib.sha256(tokens.long().cpu().numpy().tobytes()).hexdigest()[:16]
+    facts = {"function": name, "tokens": f"{tuple(tokens.shape)} {digest}", **values}
+    link.description, link.place = "\n".join([f"{key}={value}" for key, value in facts.items()]), name
+    with link.guard("while comparing arguments"):
+        texts, *_ = compare_texts(link.description, link.group, tokens.device)
+    if len(set(texts)) > 1:
+        raise ValueError(difference(texts))
 
 
 def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
@@ -95,27 +118,40 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
     return gathered(x, dim, bounds, group, "unshard_sequence")
 
 
-def agreed_length(x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None) -> int:
+def agreed_length(
+    x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None, name: str = "unshard_sequence", refused: str = ""
+) -> int:
     """Return the global length along `dim` after checking that every rank holds its shard of it.
 
-    `seq_len`: that length; None: the shard's length times the number of ranks. Every rank raises a ValueError if the
-    shards do not fit. Without this check a gather could hang or mix up rows.
+    Every rank raises a ValueError if the shards do not fit, or if some rank refuses its call or calls another function.
+    Without this check a gather could hang or mix up rows.
+
+    Args:
+        seq_len: the global length; None: the shard's length times the number of ranks.
+        name: the function or layer that asks, the same on every rank.
+        refused: why this rank refuses its own call, if it does.
     """
     rank, size, shape = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
     rows, problem = 0, f"dim={dim} is none of the {x.dim()} dimensions of x on rank {rank}"
     if -x.dim() <= dim < x.dim():
         rows, shape[dim], problem = x.shape[dim], "seq", ""
-    length = rows * size if seq_len is None else seq_len
+    problem, length = f"{refused} on rank {rank}" if refused else problem, 0
     try:
+        length = checks.integer("seq_len", rows * size if seq_len is None else seq_len, 0)
         start, stop = sequence_range(length, group)
         if not problem and rows != stop - start:
             problem = f"x has {rows} rows in dim {dim}; the shard of rank {rank} of seq_len={length} has {stop - start}"
     except ValueError as error:
-        problem = f"{error} on rank {rank}"
+        problem = problem or f"{error} on rank {rank}"
     kind = f"{x.dtype} of shape ({', '.join(shape)})"
-    with link_of(group).guard("unshard_sequence, while comparing lengths"):
-        texts, *_ = compare_texts(json.dumps([problem, kind, 0 if problem else length]), group, x.device)
-    found = [json.loads(text) for text in texts]
+    link = link_of(group)
+    link.description, link.place = f"function={name}", name
+    own = f"{link.description}\nshard="
+    with link.guard("while comparing lengths"):
+        texts, *_ = compare_texts(own + json.dumps([problem, kind, 0 if problem else length]), group, x.device)
+    if not all(text.startswith(own) for text in texts):
+        raise ValueError(difference(texts))
+    found = [json.loads(text.removeprefix(own)) for text in texts]
     if refusal := next((problem for problem, *_ in found if problem), ""):
         raise ValueError(refusal)
     other = next((j for j in range(size) if found[j] != found[0]), None)

@@ -308,7 +308,7 @@ def exchange_plan(
     for part in pattern.parts if isinstance(pattern, Sum) else (pattern,):
         branches, layouts = branched_factor(part, seq_len).branches(kv_heads), []
         if isinstance(part, BlockLayout):
-            part.check(batch, seq_len, num_heads)
+            part.check(batch, seq_len, num_heads, kv_heads)
             layouts = [part]
         elif isinstance(part, Product):
             counts = row_counts(branches, seq_len)
