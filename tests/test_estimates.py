@@ -63,7 +63,7 @@ def test_what_stands_for_the_tokens_of_blocks(shape, dtype, dense, instruction_s
     seq_len, block, heads, kv_heads, head_dim = shape
     _, block = block if isinstance(block, tuple) else (block, block)
     k = make(seq_len, kv_heads, head_dim, dtype, dense)
-    grid = candidates(k, k, block, False, True, 1)
+    grid = candidates(k, k, block_size=block)
     for parts, before in itertools.product((1, 4), (False, True)):
         close(*both(lambda k: estimates.part_means(k, grid, block, parts, before), k), TYPES[dtype])  # noqa: B023
     close(*both(partial(estimates.extremes, page=7), k), 0)
@@ -88,7 +88,7 @@ def test_shares(shape, dtype, is_causal, instruction_set, monkeypatch):
 
     def of(make_sample):
         def run(q, k):
-            grid = candidates(q, k, block, is_causal, True, 1)
+            grid = candidates(q, k, block_size=block, is_causal=is_causal)
             return torch.cat([x for _, x in estimates.estimated_shares(make_sample(q, k, grid), grid)], 2)
 
         return run
@@ -100,7 +100,7 @@ def test_shares(shape, dtype, is_causal, instruction_set, monkeypatch):
     close(*both(of(estimates.pooled), q, k), TYPES[dtype])
 
     def columns(q, k):
-        grid = candidates(q, k, block, is_causal, True, 1)
+        grid = candidates(q, k, block_size=block, is_causal=is_causal)
         return torch.cat([x for _, x in lines._shares(q, k, grid)], 2)
 
     close(*both(columns, q, k), TYPES[dtype])
@@ -109,7 +109,7 @@ def test_shares(shape, dtype, is_causal, instruction_set, monkeypatch):
         # two groups, the second of which reads other keys
         monkeypatch.setattr("dilated_attention.routing.forecast.FORECAST_GROUP", 2)
         close(
-            *both(lambda q, k: sampled_shares(q, k, sampled, candidates(q, k, block, True, True, 1)), q, k),
+            *both(lambda q, k: sampled_shares(q, k, sampled, candidates(q, k, block_size=block, is_causal=True)), q, k),
             TYPES[dtype],
         )
 
@@ -121,7 +121,7 @@ def test_listed_shares_are_shares_over_the_listed_columns(is_causal, instruction
     listed = torch.rand(2, 4, 4, 24).argsort(-1)[..., :7].sort(-1).values
 
     def run(q, k):
-        grid = candidates(q, k, 16, is_causal, True, 1)
+        grid = candidates(q, k, block_size=16, is_causal=is_causal)
         sample, at = estimates.pooled(q, k, grid), slice(8, 21)
         return torch.cat([x for _, x in estimates.listed_shares(sample, grid.choices, listed, at, 4)], 2)
 
@@ -149,7 +149,7 @@ def test_forecasts(block, step, instruction_set):
     q, k = (make(333, heads, 16, torch.float32, True) for heads in (4, 2))
 
     def run(q, k):
-        grid = candidates(q, k, block, True, True, 1)
+        grid = candidates(q, k, block_size=block, is_causal=True)
         torch.manual_seed(0)
         share = torch.rand(2, 4, grid.rows, grid.columns).to(q.dtype) * grid.allowed
         forecast, counts = Forecast(q, k, grid), torch.randint(1, 4, (2, 4, grid.rows)).minimum(grid.visible())
@@ -163,7 +163,7 @@ def test_forecasts(block, step, instruction_set):
 def test_lists_of_the_largest(is_causal, instruction_set, monkeypatch):
     """Equal shares, NaN, rows without blocks, and in pieces: the same lists as tensors give."""
     q = k = torch.randn(2, 100, 3, 4)
-    grid = candidates(q, k, (8, 16), is_causal, is_causal, 0)
+    grid = candidates(q, k, block_size=(8, 16), is_causal=is_causal, keep_diagonal=is_causal, floor=0)
     share = torch.randint(4, (2, 3, grid.rows, grid.columns)) / 4
     share[:, 1, 5:, 2] = math.nan
     counts = torch.randint(0, 8, (2, 3, grid.rows)).minimum(grid.visible())
@@ -197,7 +197,7 @@ def test_the_library_chooses_what_tensors_choose(is_causal, monkeypatch):
 
 def test_a_key_that_is_not_finite_reaches_only_rows_that_see_it(instruction_set):
     q, k = (make(200, 2, 16, torch.float32, True) for _ in range(2))
-    grid = candidates(q, k, 16, True, True, 1)
+    grid = candidates(q, k, block_size=16, is_causal=True)
     for value in (math.nan, math.inf):
         changed = k.clone()
         changed[:, 100:] = value

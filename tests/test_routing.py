@@ -284,7 +284,7 @@ def test_a_forecast_sees_the_softmax_of_its_tokens(monkeypatch):
     monkeypatch.setattr(forecast, "FORECAST_STRIDE", 1)
     monkeypatch.setattr(forecast, "FORECAST_TOKENS", 16)
     q, k = make(333, 4, 2, dtype=torch.float64)
-    grid = candidates(q, k, (16, 48), True, True, 1)
+    grid = candidates(q, k, block_size=(16, 48), is_causal=True)
     sampled = [1, 2, 5, 9, 19]
     expected = share_of(q, k, BlockLayout.local(333, 1, (16, 48)), True)[:, :, sampled]
     for chunk in (2**24, 1):
@@ -297,7 +297,7 @@ def test_shares_are_exact_when_every_key_is_a_peak(monkeypatch):
     monkeypatch.setattr(estimates, "KEY_PEAKS", 16)
     monkeypatch.setattr(estimates, "QUERY_PARTS", 16)
     q, k = make(200, 4, 2, dtype=torch.float64)
-    grid = candidates(q, k, 16, False, False, 0)
+    grid = candidates(q, k, block_size=16, keep_diagonal=False, floor=0)
     share = torch.cat([part for _, part in estimates.estimated_shares(estimates.pooled(q, k, grid), grid)], dim=2)
     expected = share_of(q, k, BlockLayout.local(200, 1, 16), False)
     torch.testing.assert_close(share, expected, rtol=1e-12, atol=1e-12)

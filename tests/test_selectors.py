@@ -56,7 +56,7 @@ def test_a_forecast_sees_an_attention_sink():
     k *= 0.1
     q += 1
     k[:, 0] = 2.2
-    grid = candidates(q, k, 16, True, True, 1)
+    grid = candidates(q, k, block_size=16, is_causal=True)
     blocks = list(range(8, 120, 3))
     found = forecast.sampled_shares(q, k, blocks, grid)
     weights = attention_weights(q, k, Dilated((2048,), (1,)), is_causal=True).to_dense()
@@ -78,7 +78,7 @@ def test_mapped_tensors_are_refused(choose):
 @pytest.mark.parametrize(("seq_len", "block_size", "heads", "kv_heads"), SHAPES)
 def test_antidiagonal_sums(seq_len, block_size, heads, kv_heads, is_causal):
     q, k, _ = make(seq_len, heads, kv_heads)
-    grid, stride = candidates(q, k, block_size, is_causal, True, 1), 4
+    grid, stride = candidates(q, k, block_size=block_size, is_causal=is_causal), 4
     found = torch.cat([share for _, share in estimated_shares(antidiagonal._pieces(q, k, grid, stride), grid)], 2)
     expected = torch.zeros_like(found)
     for sample, head, queries, keys in head_pairs(q, k):
@@ -102,7 +102,7 @@ def test_antidiagonal_sums(seq_len, block_size, heads, kv_heads, is_causal):
 @pytest.mark.parametrize(("seq_len", "block_size", "heads", "kv_heads"), SHAPES)
 def test_columns_and_diagonals(seq_len, block_size, heads, kv_heads, is_causal, monkeypatch):
     q, k, _ = make(seq_len, heads, kv_heads)
-    grid = candidates(q, k, block_size, is_causal, True, 1)
+    grid = candidates(q, k, block_size=block_size, is_causal=is_causal)
     own = [row * grid.q_block // grid.k_block for row in range(grid.rows)]
     expected = torch.zeros(2, heads, grid.rows, grid.columns, dtype=torch.float64)
 
@@ -128,7 +128,7 @@ def test_columns_and_diagonals(seq_len, block_size, heads, kv_heads, is_causal, 
         monkeypatch.setattr(ranking, "CHUNK", chunk)
         found = torch.cat([score for _, score in lines.line_scores(q, k, grid)], 2)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    grid = candidates(q, k, block_size, is_causal, True, 1, per_kv_head=True)
+    grid = candidates(q, k, block_size=block_size, is_causal=is_causal, per_kv_head=True)
     of_groups = torch.cat([score for _, score in lines.line_scores(q, k, grid)], 2)
     assert of_groups.shape[1] == kv_heads
 
@@ -141,7 +141,7 @@ def naive_bound(query, page):
 
 def test_bounds_of_pages():
     q, k, _ = make(37, 2, 1)
-    grid = candidates(q, k, (8, 16), False, True, 1)
+    grid = candidates(q, k, block_size=(8, 16))
     sample = pages._pages(q, k, grid, 4)
     share = torch.cat([x for _, x in estimated_shares(sample, grid)], 2)
     query, weight, bounds = sample.query.unflatten(1, (grid.rows, -1)), sample.weight, sample.key

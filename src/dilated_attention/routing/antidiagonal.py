@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import Sample
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
 from dilated_attention.routing.operator import selector
@@ -15,19 +16,7 @@ from dilated_attention.routing.selectors import largest_shares
 
 
 @selector
-def antidiagonal_blocks(
-    q: Queries,
-    k: Keys,
-    density: float,
-    *,
-    stride: int = 16,
-    block_size: BlockSize = 128,
-    is_causal: bool = False,
-    scale: float | None = None,
-    keep_diagonal: bool = True,
-    floor: int = 1,
-    per_kv_head: bool = False,
-) -> BlockLayout:
+def antidiagonal_blocks(q: Queries, k: Keys, density: float, *, stride: int = 16, **options: Any) -> BlockLayout:
     """Choose the blocks with the largest antidiagonal sums of scores (XAttention, arXiv:2503.16428).
 
     Each query block gets as many key blocks as in `topk_blocks`.
@@ -56,7 +45,7 @@ def antidiagonal_blocks(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
+    grid = candidates(q, k, **options)
     stride = checks.positive("stride", stride)
     if grid.q_block % stride or grid.k_block % stride:
         raise ValueError(f"stride={stride} must divide both block sizes, {grid.q_block} and {grid.k_block}")

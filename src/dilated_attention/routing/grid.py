@@ -143,13 +143,15 @@ class Candidates(BlockGrid):
 def candidates(
     q: Tensor,
     k: Tensor,
-    block_size: BlockSize,
-    is_causal: bool,
-    keep_diagonal: bool,
-    floor: int,
+    *,
+    block_size: BlockSize = 128,
+    is_causal: bool = False,
     scale: float | None = None,
+    keep_diagonal: bool = True,
+    floor: int = 1,
     per_kv_head: bool = False,
 ) -> Candidates:
+    """Check what `topk_blocks` takes, except density, and return the query blocks of the call."""
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_meta:
             kind = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__

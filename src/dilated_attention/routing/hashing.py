@@ -63,7 +63,9 @@ def lsh_blocks(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale)
+    grid = candidates(
+        q, k, block_size=block_size, is_causal=is_causal, scale=scale, keep_diagonal=keep_diagonal, floor=floor
+    )
     num_hashes, num_bits = checks.positive("num_hashes", num_hashes), checks.integer("num_bits", num_bits, 1, 16)
     generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64, device="cpu")

@@ -116,7 +116,7 @@ class LearnedRouter(nn.Module):
         return torch.einsum("bhij,bjhd->bihd", probability, value)
 
     def _grid(self, q: Tensor, k: Tensor) -> Candidates:
-        grid = candidates(q, k, self.block_size, self.is_causal, True, self.floor)
+        grid = candidates(q, k, block_size=self.block_size, is_causal=self.is_causal, floor=self.floor)
         heads, kv_heads = self.query_map.shape[0], self.key_map.shape[0]
         if (q.shape[2], k.shape[2]) != (heads, kv_heads):
             raise ValueError(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import BlockSize
 from dilated_attention.ranking import slices
 from dilated_attention.routing.estimates import Sample, shares
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
@@ -18,18 +18,7 @@ KEPT = 0.9  # lost less of a small language model's attention than 1, 0.7 and 0.
 
 
 @selector
-def vertical_slash(
-    q: Queries,
-    k: Keys,
-    density: float,
-    *,
-    block_size: BlockSize = 128,
-    is_causal: bool = False,
-    scale: float | None = None,
-    keep_diagonal: bool = True,
-    floor: int = 1,
-    per_kv_head: bool = False,
-) -> BlockLayout:
+def vertical_slash(q: Queries, k: Keys, density: float, **options: Any) -> BlockLayout:
     """Choose the blocks on the heaviest columns and diagonals (MInference, arXiv:2407.02490).
 
     Each query block gets as many key blocks as in `topk_blocks`.
@@ -54,7 +43,7 @@ def vertical_slash(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
+    grid = candidates(q, k, **options)
     budget = grid.budget(density)
     return grid.layout_of((at, score, budget[at]) for at, score in line_scores(q, k, grid))
 

@@ -15,6 +15,7 @@ from dilated_attention import checks
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid
+from dilated_attention.routing.grid import candidates
 from dilated_attention.torch_internals import constant_when_traced, fixed, is_mapped, taken_as_true
 
 Choose = Callable[..., BlockLayout]
@@ -35,9 +36,13 @@ def selector(choose: Choose) -> Choose:
     It chooses without gradients, and without autocast: shares keep their dtype. It takes `lengths`, `cu_seqlens` and
     `key_padding_mask` too, as `attention` does, and then chooses in each sample by itself, so that padding is never
     chosen and a sample's lists are those that it gets alone. Graphs of `torch.compile` and `torch.export` hold one
-    operator in its place.
+    operator in its place. In its signature the options of `candidates` replace `**options`.
     """
     signature = inspect.signature(choose)
+    own = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    if len(own) < len(signature.parameters):
+        own += [x for x in inspect.signature(candidates).parameters.values() if x.kind is x.KEYWORD_ONLY]
+        signature = signature.replace(parameters=own)
     kinds = {"lengths": "Tensor | Sequence[int] | None", "cu_seqlens": "Tensor | Sequence[int] | None"}
     kinds["key_padding_mask"] = "Tensor | None"
     ragged = [
@@ -70,7 +75,7 @@ def selector(choose: Choose) -> Choose:
             return in_graph(choose.__name__, q, k, lengths, cu_seqlens, key_padding_mask, given)
         return _choose(choose, q, k, lengths, cu_seqlens, key_padding_mask, given)
 
-    chosen.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *ragged])  # type: ignore[attr-defined]
+    chosen.__signature__ = signature.replace(parameters=[*own, *ragged])  # type: ignore[attr-defined]
     return chosen
 
 

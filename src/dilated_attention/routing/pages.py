@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.spans import BlockSize
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import Sample, extremes, pooled_queries
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
@@ -20,19 +20,7 @@ from dilated_attention.routing.selectors import largest_shares
 
 
 @selector
-def page_bounds(
-    q: Queries,
-    k: Keys,
-    density: float,
-    *,
-    page_size: int = 16,
-    block_size: BlockSize = 128,
-    is_causal: bool = False,
-    scale: float | None = None,
-    keep_diagonal: bool = True,
-    floor: int = 1,
-    per_kv_head: bool = False,
-) -> BlockLayout:
+def page_bounds(q: Queries, k: Keys, density: float, *, page_size: int = 16, **options: Any) -> BlockLayout:
     """Choose blocks by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
 
     Each query block gets as many key blocks as in `topk_blocks`.
@@ -59,7 +47,7 @@ def page_bounds(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
+    grid = candidates(q, k, **options)
     page_size = checks.positive("page_size", page_size)
     if grid.k_block % page_size:
         raise ValueError(f"page_size={page_size} must divide the size of a key block, {grid.k_block}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,10 @@ def topk_blocks(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
+    grid = candidates(
+        q, k, block_size=block_size, is_causal=is_causal, scale=scale, keep_diagonal=keep_diagonal, floor=floor,
+        per_kv_head=per_kv_head,
+    )  # fmt: skip
     return largest_shares(q, k, density, grid, sample=pooled(q, k, grid))
 
 
@@ -80,18 +84,7 @@ def largest_shares(
 
 @selector
 def sampled_blocks(
-    q: Queries,
-    k: Keys,
-    density: float,
-    *,
-    queries: int = 4,
-    lookahead: bool = False,
-    block_size: BlockSize = 128,
-    is_causal: bool = False,
-    scale: float | None = None,
-    keep_diagonal: bool = True,
-    floor: int = 1,
-    per_kv_head: bool = False,
+    q: Queries, k: Keys, density: float, *, queries: int = 4, lookahead: bool = False, **options: Any
 ) -> BlockLayout:
     """Choose the blocks with the largest shares of the exact softmax of a few queries per query block.
 
@@ -117,11 +110,11 @@ def sampled_blocks(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
+    grid = candidates(q, k, **options)
     queries = checks.integer("queries", queries, 1, grid.q_block)
     checks.boolean("lookahead", lookahead)
     number, first = torch.arange(queries, device=grid.device), grid.first_query[:, None]
-    if is_causal and not lookahead:
+    if grid.is_causal and not lookahead:
         tokens = (first - number * grid.q_block // queries).clamp(min=0)
     else:
         length = (grid.seq_len - first).clamp(max=grid.q_block)
@@ -132,18 +125,7 @@ def sampled_blocks(
 
 
 @selector
-def topp_blocks(
-    q: Queries,
-    k: Keys,
-    mass: float,
-    *,
-    block_size: BlockSize = 128,
-    is_causal: bool = False,
-    scale: float | None = None,
-    keep_diagonal: bool = True,
-    floor: int = 1,
-    per_kv_head: bool = False,
-) -> BlockLayout:
+def topp_blocks(q: Queries, k: Keys, mass: float, **options: Any) -> BlockLayout:
     """Choose the fewest key blocks whose estimated shares of the query block's softmax sum to at least `mass`, in (0,
     1].
 
@@ -159,10 +141,10 @@ def topp_blocks(
         tensor([True, True, True, True])
     """
     check_share("mass", mass)
-    grid = candidates(q, k, block_size, is_causal, keep_diagonal, floor, scale, per_kv_head)
+    grid = candidates(q, k, **options)
     least = grid.least()
 
-    forecast = Forecast(q, k, grid) if is_causal else None
+    forecast = Forecast(q, k, grid) if grid.is_causal else None
 
     def fewest(at: slice, share: Tensor) -> Tensor:
         ordered = ranked(share, grid.allowed[at], grid.always[at]).sort(dim=-1, descending=True).values
@@ -217,7 +199,7 @@ def hierarchical_blocks(
     region = checks.positive("region", region)
     if not breadth >= 1:
         raise ValueError(f"breadth must be at least 1, got {breadth}")
-    grid = candidates(q, k, block_size, is_causal, True, floor, scale)
+    grid = candidates(q, k, block_size=block_size, is_causal=is_causal, scale=scale, floor=floor)
     budget = grid.budget(density)
     most = int(budget.max())
     side = region * math.lcm(grid.q_block, grid.k_block)
