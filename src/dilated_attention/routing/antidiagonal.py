@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,13 +10,18 @@ from torch import Tensor
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.routing.estimates import Sample
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.grid import Candidates, Keys, Options, Queries, candidates
 from dilated_attention.routing.operator import selector
 from dilated_attention.routing.selectors import largest_shares
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @selector
-def antidiagonal_blocks(q: Queries, k: Keys, density: float, *, stride: int = 16, **options: Any) -> BlockLayout:
+def antidiagonal_blocks(
+    q: Queries, k: Keys, density: float, *, stride: int = 16, **options: Unpack[Options]
+) -> BlockLayout:
     """Choose the blocks with the largest antidiagonal sums of scores (XAttention, arXiv:2503.16428).
 
     Each query block gets as many key blocks as in `topk_blocks`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from jaxtyping import Float
@@ -22,6 +22,17 @@ ALWAYS = 4.0  # added to the share of a block that is always listed; shares lie 
 Queries = Float[Tensor, "batch seq heads head_dim"]
 Keys = Float[Tensor, "batch seq kv_heads head_dim"]
 Blocks = Float[Tensor, "batch heads query_blocks key_blocks"]
+
+
+class Options(TypedDict, total=False):
+    """Name the options that all selectors by shares have, as `topk_blocks` explains them."""
+
+    block_size: BlockSize
+    is_causal: bool
+    scale: float | None
+    keep_diagonal: bool
+    floor: int
+    per_kv_head: bool
 
 
 def is_compiled(*tensors: Tensor) -> bool:

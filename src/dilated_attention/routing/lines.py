@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,14 +11,17 @@ from torch import Tensor
 from dilated_attention.layout import BlockLayout
 from dilated_attention.ranking import slices
 from dilated_attention.routing.estimates import Sample, shares
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.grid import Candidates, Keys, Options, Queries, candidates
 from dilated_attention.routing.operator import selector
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 KEPT = 0.9  # lost less of a small language model's attention than 1, 0.7 and 0.4 (docs/notebook.md)
 
 
 @selector
-def vertical_slash(q: Queries, k: Keys, density: float, **options: Any) -> BlockLayout:
+def vertical_slash(q: Queries, k: Keys, density: float, **options: Unpack[Options]) -> BlockLayout:
     """Choose the blocks on the heaviest columns and diagonals (MInference, arXiv:2407.02490).
 
     Each query block gets as many key blocks as in `topk_blocks`.

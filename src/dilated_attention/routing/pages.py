@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,16 @@ from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import Sample, extremes, pooled_queries
-from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates
+from dilated_attention.routing.grid import Candidates, Keys, Options, Queries, candidates
 from dilated_attention.routing.operator import selector
 from dilated_attention.routing.selectors import largest_shares
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @selector
-def page_bounds(q: Queries, k: Keys, density: float, *, page_size: int = 16, **options: Any) -> BlockLayout:
+def page_bounds(q: Queries, k: Keys, density: float, *, page_size: int = 16, **options: Unpack[Options]) -> BlockLayout:
     """Choose blocks by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
 
     Each query block gets as many key blocks as in `topk_blocks`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,11 @@ from dilated_attention.layout.spans import BlockSize, check_share
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import QUERY_PARTS, Sample, estimated_shares, listed_shares, pooled, shares
 from dilated_attention.routing.forecast import Forecast
-from dilated_attention.routing.grid import ALWAYS, Candidates, Keys, Queries, candidates, ranked
+from dilated_attention.routing.grid import ALWAYS, Candidates, Keys, Options, Queries, candidates, ranked
 from dilated_attention.routing.operator import selector
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @selector
@@ -84,7 +87,7 @@ def largest_shares(
 
 @selector
 def sampled_blocks(
-    q: Queries, k: Keys, density: float, *, queries: int = 4, lookahead: bool = False, **options: Any
+    q: Queries, k: Keys, density: float, *, queries: int = 4, lookahead: bool = False, **options: Unpack[Options]
 ) -> BlockLayout:
     """Choose the blocks with the largest shares of the exact softmax of a few queries per query block.
 
@@ -125,7 +128,7 @@ def sampled_blocks(
 
 
 @selector
-def topp_blocks(q: Queries, k: Keys, mass: float, **options: Any) -> BlockLayout:
+def topp_blocks(q: Queries, k: Keys, mass: float, **options: Unpack[Options]) -> BlockLayout:
     """Choose the fewest key blocks whose estimated shares of the query block's softmax sum to at least `mass`, in (0,
     1].
 
