@@ -18,18 +18,19 @@ from dilated_attention.parallel.block_partition import problem
 from dilated_attention.parallel.partition import (
     Sharding,
     balanced_bounds,
-    contributed_keys,
-    contributed_rows,
+    contributed,
+    count_of,
     count_union,
     crosses,
     crossings,
+    keys_of,
     local_plan,
+    message_rows,
+    messages,
     owner_splits,
-    received_keys,
+    received,
     remote,
-    rows_from,
-    rows_to,
-    sent_keys,
+    sent,
 )
 from dilated_attention.plan import ALL, EVERY, WHOLE, Branches, Plan, Rows
 
@@ -92,7 +93,7 @@ def add_plan(counts: torch.Tensor, plan: Plan, key_tokens: torch.Tensor, lower: 
 def check(sharding: Sharding) -> None:
     heads, expected = sharding.num_heads, definition(sharding)
     everything = torch.arange(sharding.seq_len * heads)
-    sent = [sent_keys(sharding, rank) for rank in range(sharding.world_size)]
+    leaving = [messages(sharding, sent(sharding, rank)) for rank in range(sharding.world_size)]
     for rank in range(sharding.world_size):
         lower, upper = sharding.shard(rank)
         counts = torch.zeros_like(expected)
@@ -112,18 +113,18 @@ def check(sharding: Sharding) -> None:
 
         needed = expected[:, lower:upper].sum(1) > 0
         needed[:, lower:upper] = False
-        keys = received_keys(sharding, rank)
+        keys = keys_of(sharding, received(sharding, rank))
         assert keys.tolist() == everything[needed.T.flatten()].tolist()
         splits = owner_splits(sharding, keys)
-        assert splits == rows_from(sharding, rank).tolist()
+        assert splits == count_of(sharding, received(sharding, rank), sharding.bounds).tolist()
         for peer, message in enumerate(np.split(keys, np.cumsum(splits)[:-1])):
-            flat, counted = sent[peer]
+            flat, counted = leaving[peer]
             assert message.tolist() == np.split(flat, np.cumsum(counted)[:-1])[rank].tolist()
-        assert sent[rank][1] == rows_to(sharding, rank).tolist()
-        contributed = contributed_keys(sharding, rank)
-        assert contributed.tolist() == np.unique(sent[rank][0]).tolist()
-        assert len(contributed) == contributed_rows(sharding, rank)
-    assert crosses(sharding) or not any(len(keys) for keys, _ in sent)
+        assert leaving[rank][1] == message_rows(sharding, sent(sharding, rank)).tolist()
+        shown = keys_of(sharding, contributed(sharding, rank))
+        assert shown.tolist() == np.unique(leaving[rank][0]).tolist()
+        assert len(shown) == count_of(sharding, contributed(sharding, rank), (0, sharding.seq_len))[0]
+    assert crosses(sharding) or not any(len(keys) for keys, _ in leaving)
 
 
 @st.composite
@@ -222,19 +223,20 @@ def geometric(seq_len: int, world_size: int, heads: int, is_causal: bool) -> Sha
 def test_one_rank_of_8192_at_a_billion_tokens(rank: int) -> None:
     begin = time.perf_counter()
     sharding = geometric(1 << 30, 8192, 12, is_causal=True)
-    received, sent = rows_from(sharding, rank), rows_to(sharding, rank)
+    come = count_of(sharding, received(sharding, rank), sharding.bounds)
+    go = message_rows(sharding, sent(sharding, rank))
     assert time.perf_counter() - begin < 10
-    assert received.tolist() == owner_splits(sharding, received_keys(sharding, rank))
-    assert sent.tolist() == sent_keys(sharding, rank)[1]
-    assert (received[rank:] == 0).all()
-    assert (sent[: rank + 1] == 0).all()
+    assert come.tolist() == owner_splits(sharding, keys_of(sharding, received(sharding, rank)))
+    assert go.tolist() == messages(sharding, sent(sharding, rank))[1]
+    assert (come[rank:] == 0).all()
+    assert (go[: rank + 1] == 0).all()
 
 
 def test_counts_need_no_tables() -> None:
     """Dense attention over 2^30 tokens: a rank's rows could not be listed; their number is known in closed form."""
     sharding = Sharding(Branches((1 << 30,), (1,), ((0, 0),)), balanced_bounds(1 << 30, 8192), False)
-    assert rows_from(sharding, 17).sum() == 2 * ((1 << 30) - (1 << 17))
-    assert rows_to(sharding, 17).sum() == 8191 * 2 << 17
+    assert count_of(sharding, received(sharding, 17), sharding.bounds).sum() == 2 * ((1 << 30) - (1 << 17))
+    assert message_rows(sharding, sent(sharding, 17)).sum() == 8191 * 2 << 17
 
 
 @pytest.mark.parametrize("block_size", [8, (8, 16), (16, 8)])

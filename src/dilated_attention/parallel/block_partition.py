@@ -27,10 +27,10 @@ from dilated_attention.parallel.partition import (
     Integers,
     Remote,
     Sharding,
+    Share,
     cells,
     clip,
     crossings,
-    owner_splits,
 )
 from dilated_attention.plan import plan_dilated
 
@@ -88,69 +88,41 @@ def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Itera
 
 def _needed(
     sharding: Sharding, crossing: Crossing, queries: Interval, within: Sequence[Interval]
-) -> Iterator[tuple[tuple[int, ...], Integers]]:
-    """Yield which keys of a crossing segment the queries of an interval need: (KV heads, rows).
-
-    KV heads that share lists (`_heads`) come together. `rows`, ascending, are the keys that the lists of `queries` name
-    and that lie in an interval of `within`.
-    """
+) -> Iterator[tuple[Integers, tuple[int, ...]]]:
+    """Yield the shares (ascending tokens, KV heads) of a crossing segment that the queries of an interval need: the
+    keys that their lists name and that lie in an interval of `within`. KV heads that share lists (`_heads`) come
+    together."""
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
         _, blocks = _lists(layout, lists, _query_blocks(layout, queries))
         listed = _rows_in(np.unique(blocks), layout.k_block)
-        yield heads, listed[_among(listed, within)]
+        yield crossing.keys.start + listed[_among(listed, within)] * crossing.keys.step, heads
 
 
-def _keys(sharding: Sharding, crossing: Crossing, heads: tuple[int, ...], rows: Integers) -> Integers:
-    tokens = crossing.keys.start + rows * crossing.own.step
-    return cells(tokens, heads, sharding.num_heads)
-
-
-def distinct(keys: list[Integers]) -> Integers:
-    return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *keys]))
-
-
-def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys of the rows that a rank receives."""
-    found = []
+def received(sharding: Sharding, rank: int) -> Iterator[Share]:
+    """Yield the rows that a rank receives."""
     for crossing in crossings(sharding, rank):
         start, stop = own = _rows_of(crossing, crossing.own)
         others = [(0, start)] if sharding.is_causal else [(0, start), (stop, len(crossing.keys))]
-        found += [_keys(sharding, crossing, *needed) for needed in _needed(sharding, crossing, own, others)]
-    return distinct(found)
+        yield from _needed(sharding, crossing, own, others)
 
 
-def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the row keys that a rank sends, ordered by peer and sorted for each peer, and their number per peer."""
-    messages: list[list[Integers]] = [[] for _ in range(sharding.world_size)]
-    for crossing in crossings(sharding, rank):
-        mine = [_rows_of(crossing, crossing.own)]
-        for peer in range(rank + 1 if sharding.is_causal else 0, sharding.world_size):
-            theirs = clip(crossing.keys, *sharding.shard(peer))
-            if peer != rank and theirs:
-                needed = _needed(sharding, crossing, _rows_of(crossing, theirs), mine)
-                messages[peer] += [_keys(sharding, crossing, heads, rows) for heads, rows in needed]
-    sorted_ = [distinct(message) for message in messages]
-    return np.concatenate(sorted_), [len(keys) for keys in sorted_]
+def sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]]]:
+    """Yield (peers, shares): an array of one peer, and the rows of this rank that it needs."""
+    found = crossings(sharding, rank)
+    for peer in range(rank + 1 if sharding.is_causal else 0, sharding.world_size):
+        shares: list[Share] = []
+        for crossing in found if peer != rank else ():
+            if theirs := clip(crossing.keys, *sharding.shard(peer)):
+                mine = _rows_of(crossing, crossing.own)
+                shares += _needed(sharding, crossing, _rows_of(crossing, theirs), [mine])
+        yield np.array([peer]), shares
 
 
-def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys of a rank's rows that some other rank needs."""
-    return np.unique(sent_keys(sharding, rank)[0])
-
-
-def contributed_rows(sharding: Sharding, rank: int) -> int:
-    return len(contributed_keys(sharding, rank))
-
-
-def rows_from(sharding: Sharding, rank: int) -> Integers:
-    """Return how many rows a rank receives from each peer: int64, `(world_size,)`."""
-    return np.array(owner_splits(sharding, received_keys(sharding, rank)))
-
-
-def rows_to(sharding: Sharding, rank: int) -> Integers:
-    """Return how many rows a rank sends to each peer: int64, `(world_size,)`."""
-    return np.array(sent_keys(sharding, rank)[1])
+def contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
+    """Yield the rows of a rank that some other rank needs."""
+    for _, shares in sent(sharding, rank):
+        yield from shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,8 +225,9 @@ def problem(
     until = own[1] if layout.is_causal else layout.seq_len  # the diagonal masks later rows
     hidden[shrunk.place(listed[~_among(listed, wanted) & (listed < until)])] = True
     keys, slots, count = [], [], len(crossing.heads)
-    for heads, rows in _needed(sharding, crossing, own, wanted):
-        keys.append(_keys(sharding, crossing, heads, rows))
+    for listed_tokens, heads in _needed(sharding, crossing, own, wanted):
+        rows = (listed_tokens - crossing.keys.start) // crossing.keys.step
+        keys.append(cells(listed_tokens, heads, sharding.num_heads))
         slots.append(cells(shrunk.place(rows), np.searchsorted(crossing.heads, heads), count))
     shard = sharding.shard(rank)[0]
     queries = BlockQueries(

@@ -290,8 +290,8 @@ def _tokens(rows: Rows, origin: int) -> range:
     return range(start, start + rows.count * rows.stride, rows.stride)
 
 
-def _numbers(tokens: range) -> Integers:
-    return np.arange(tokens.start, tokens.stop, tokens.step)
+def _numbers(tokens: range | Integers) -> Integers:
+    return np.arange(tokens.start, tokens.stop, tokens.step) if isinstance(tokens, range) else tokens
 
 
 def _rows(tokens: range, origin: int) -> Rows:
@@ -305,27 +305,32 @@ def rank_groups(sharding: Sharding, rank: int) -> tuple[StridedGroup, ...]:
     return local_plan(whole, rank).groups + parts.plan.groups
 
 
-Share = tuple[range, tuple[int, ...]]
-"""A range of tokens, with a step if dilated, and the KV heads whose rows of these tokens move between ranks."""
+Share = tuple[range | Integers, tuple[int, ...]]
+"""Tokens, a range with a step if dilated or with layouts an array, and the KV heads whose rows of these tokens move
+between ranks."""
 
 
 def keys_of(sharding: Sharding, shares: Iterable[Share]) -> Integers:
     """List the row keys of a union of shares: int64, ascending (hence grouped by owner), without repeats."""
-    keys = [cells(_numbers(rows), heads, sharding.num_heads) for rows, heads in shares if rows]
+    keys = [cells(_numbers(rows), heads, sharding.num_heads) for rows, heads in shares if len(rows)]
     return np.unique(np.concatenate(keys)) if keys else np.empty(0, dtype=np.int64)
 
 
 def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) -> Integers:
-    """Count the rows of a union of shares with tokens in [edges[i], edges[i + 1]), for each i, without listing them.
+    """Count the rows of a union of shares with tokens in [edges[i], edges[i + 1]), for each i; without layouts it does
+    not list them.
 
     A row of several shares counts once. Returns int64, one count fewer than `edges`.
     """
     shares, tokens = list(shares), np.array(edges)
+    if sharding.layouts:
+        return np.diff(np.searchsorted(keys_of(sharding, shares), tokens * sharding.num_heads))
+    ranges = [(rows, heads) for rows, heads in shares if isinstance(rows, range)]
     counts = np.zeros(len(tokens) - 1, dtype=np.int64)
     columns = list(zip(*sharding.branches.offsets, strict=True))
     for column in dict.fromkeys(columns):  # heads with the same offsets in every branch have the same rows
         head = columns.index(column)
-        counts += columns.count(column) * count_union((rows for rows, heads in shares if head in heads), tokens)
+        counts += columns.count(column) * count_union((rows for rows, heads in ranges if head in heads), tokens)
     return counts
 
 
@@ -335,18 +340,9 @@ def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
     return np.diff(np.searchsorted(keys, edges)).tolist()
 
 
-def _received(sharding: Sharding, rank: int) -> list[Share]:
+def received(sharding: Sharding, rank: int) -> list[Share]:
+    """Return the rows that a rank receives."""
     return [(rows, c.heads) for c in crossings(sharding, rank) for rows in (c.before, c.after)]
-
-
-def received_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys of the rows that a rank receives."""
-    return keys_of(sharding, _received(sharding, rank))
-
-
-def rows_from(sharding: Sharding, rank: int) -> Integers:
-    """Return how many rows a rank receives from each peer: int64, `(world_size,)`."""
-    return count_of(sharding, _received(sharding, rank), sharding.bounds)
 
 
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
@@ -370,8 +366,8 @@ def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[rang
     return [rows[slice(*divmod(pair, len(rows) + 1))] for pair in pairs.tolist()], numbers
 
 
-def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]]]:
-    """Yield (peers, shares): peers that see the same rows of this rank, and these rows as (token range, KV heads)."""
+def sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]]]:
+    """Yield (peers, shares): peers that see the same rows of this rank, and these rows."""
     found = crossings(sharding, rank)
     if found:
         asked = [_asked(sharding, rank, crossing) for crossing in found]
@@ -383,40 +379,31 @@ def _sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]
             yield peers[kinds.ravel() == kind], rows
 
 
-def sent_keys(sharding: Sharding, rank: int) -> tuple[Integers, list[int]]:
-    """Return the row keys that a rank sends, ordered by peer and sorted for each peer, and their number per peer."""
-    messages = [np.empty(0, dtype=np.int64)] * sharding.world_size
-    for peers, shares in _sent(sharding, rank):
-        keys = keys_of(sharding, shares)
+def messages(sharding: Sharding, shares: Iterable[tuple[Integers, list[Share]]]) -> tuple[Integers, list[int]]:
+    """Return the row keys of what `sent` yields, ordered by peer and sorted for each peer, and their number by peer."""
+    found = [np.empty(0, dtype=np.int64)] * sharding.world_size
+    for peers, some in shares:
+        keys = keys_of(sharding, some)
         for peer in peers.tolist():
-            messages[peer] = keys
-    return np.concatenate(messages), [len(keys) for keys in messages]
+            found[peer] = keys
+    return np.concatenate(found), [len(keys) for keys in found]
 
 
-def rows_to(sharding: Sharding, rank: int) -> Integers:
-    """Return how many rows a rank sends to each peer: int64, `(world_size,)`."""
+def message_rows(sharding: Sharding, shares: Iterable[tuple[Integers, list[Share]]]) -> Integers:
+    """Count the rows of what `sent` yields, by peer: int64, `(world_size,)`."""
     rows = np.zeros(sharding.world_size, dtype=np.int64)
-    for peers, shares in _sent(sharding, rank):
-        rows[peers] = count_of(sharding, shares, sharding.shard(rank))
+    for peers, some in shares:
+        rows[peers] = count_of(sharding, some, (0, sharding.seq_len))
     return rows
 
 
-def _contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
-    """Yield the rows of a rank that queries of other ranks see, for an all-gather, as (token range, KV heads)."""
+def contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
+    """Yield the rows of a rank that queries of other ranks see, for an all-gather."""
     lower, upper = sharding.shard(rank)
     for crossing in crossings(sharding, rank):
         for start, stop in ((0, lower), (upper, sharding.seq_len)):
             seen = _seen(clip(crossing.queries, start, stop), crossing.keys, crossing.band)
             yield clip(seen, lower, upper), crossing.heads
-
-
-def contributed_keys(sharding: Sharding, rank: int) -> Integers:
-    """Return the sorted row keys of a rank's rows that some other rank sees."""
-    return keys_of(sharding, _contributed(sharding, rank))
-
-
-def contributed_rows(sharding: Sharding, rank: int) -> int:
-    return int(count_of(sharding, _contributed(sharding, rank), sharding.shard(rank))[0])
 
 
 def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
@@ -523,8 +510,8 @@ def doubling_rounds(sharding: Sharding) -> int:
     return max(0, *[doubling_level(sharding, branch) for branch in range(len(sharding.branches.offsets))])
 
 
-def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
-    """Yield the rows, as (token range, KV heads), that the ranks of a block pass on in round `level` of doubling.
+def passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
+    """Yield the rows that the ranks of a block pass on in round `level` of doubling.
 
     The block has 2^level neighbouring ranks, and `block` is the first of them. They pass on the block's rows in each
     branch whose segments are longer than the block.
@@ -535,12 +522,3 @@ def _passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
             segment, rate = _doubled_segment(sharding, branch), sharding.branches.dilation_rates[branch]
             for offset, heads in _classes(offsets).items():
                 yield clip(range(start // segment * segment + offset, stop, rate), start, stop), heads
-
-
-def doubling_keys(sharding: Sharding, block: int, level: int) -> Integers:
-    """Return the sorted row keys that each rank of a block (see `_passed_on`) sends in round `level`."""
-    return keys_of(sharding, _passed_on(sharding, block, level))
-
-
-def doubling_rows(sharding: Sharding, block: int, level: int) -> int:
-    return int(count_of(sharding, _passed_on(sharding, block, level), (0, sharding.seq_len))[0])

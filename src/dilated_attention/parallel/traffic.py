@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
@@ -120,15 +120,20 @@ def _messages(transport: str, sharding: Sharding, rank: int, seal: int) -> tuple
     for the backward. The rows of messages do not include seals; kept rows do. `seal`: how many rows one seal takes.
     """
     size, source = sharding.world_size, block_partition if sharding.layouts else partition
+
+    def number(shares: Iterable[partition.Share]) -> int:
+        return int(partition.count_of(sharding, shares, (0, sharding.seq_len))[0])
+
     if transport == "doubling":
         blocks = [(level, rank >> level << level) for level in range(partition.doubling_rounds(sharding))]
-        out = [partition.doubling_rows(sharding, block, level) for level, block in blocks]
-        into = [partition.doubling_rows(sharding, block ^ (1 << level), level) for level, block in blocks]
+        out = [number(partition.passed_on(sharding, block, level)) for level, block in blocks]
+        into = [number(partition.passed_on(sharding, block ^ (1 << level), level)) for level, block in blocks]
         return out, into, len(blocks), sum(out[:1]) + _framed(into, seal)
     if transport == "all_gather":
-        longest = max([source.contributed_rows(sharding, j) for j in range(size)])
+        longest = max([number(source.contributed(sharding, j)) for j in range(size)])
         return [longest] * (size - 1), [longest] * (size - 1), int(longest > 0), _framed([longest] * size, seal)
-    to, from_ = source.rows_to(sharding, rank), source.rows_from(sharding, rank)
+    to = partition.message_rows(sharding, source.sent(sharding, rank))
+    from_ = partition.count_of(sharding, source.received(sharding, rank), sharding.bounds)
     out, into, steps = to.tolist(), from_.tolist(), np.arange(1, size)
     if transport == "ring":
         busy = to[(rank + steps) % size] + from_[(rank - steps) % size]

@@ -110,7 +110,8 @@ class Exchange(_Schedule[_Round | None]):
         if not partition.crosses(sharding):  # on no rank: nobody calls the collective
             return None
         source = block_partition if sharding.layouts else partition
-        keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
+        keys = partition.keys_of(sharding, source.received(sharding, rank))
+        sent_keys, splits = partition.messages(sharding, source.sent(sharding, rank))
         sent, received = Framing.of(splits, seal), Framing.of(partition.owner_splits(sharding, keys), seal)
         own = Own.of(sharding, rank, sent_keys, sent.positions, sent.rows, device)
         return _Round(own, gathers_of(sharding, rank, keys, received.positions, device), sent, received, sent)
@@ -146,7 +147,7 @@ class AllGather(Exchange):
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Round | None:
         size, source = sharding.world_size, block_partition if sharding.layouts else partition
-        keys = [source.contributed_keys(sharding, j) for j in range(size)]
+        keys = [partition.keys_of(sharding, source.contributed(sharding, j)) for j in range(size)]
         longest = max([len(x) for x in keys])
         if not longest:
             return None
@@ -176,7 +177,8 @@ class Ring(_Schedule[dict[int, _Round]]):
         A round without rows is left out.
         """
         size, source = sharding.world_size, block_partition if sharding.layouts else partition
-        keys, (sent_keys, splits) = source.received_keys(sharding, rank), source.sent_keys(sharding, rank)
+        keys = partition.keys_of(sharding, source.received(sharding, rank))
+        sent_keys, splits = partition.messages(sharding, source.sent(sharding, rank))
         arriving = np.split(keys, np.cumsum(partition.owner_splits(sharding, keys))[:-1])
         leaving = np.split(sent_keys, np.cumsum(splits)[:-1])
         rounds = {}
@@ -261,14 +263,16 @@ class Doubling(_Schedule[tuple[Own, tuple[_Hop, ...]]]):
         """Return (own, hops), which describe the buffer of all rounds: this rank's rows, then each round's received
         message with its seal (see `Framing`)."""
         rounds, found = partition.doubling_rounds(sharding), partition.crossings(sharding, rank)
-        held = partition.doubling_keys(sharding, rank, 0) if rounds else np.empty(0, dtype=np.int64)
+        held = partition.keys_of(sharding, partition.passed_on(sharding, rank, 0) if rounds else ())
         positions: Integers = np.arange(len(held))
         edge, hops = len(held), []
         own = Own.of(sharding, rank, held, positions, edge, device)
         for level in range(rounds):
             block, peer = rank >> level << level, rank ^ (1 << level)
-            mine = partition.doubling_keys(sharding, block, level)
-            theirs = partition.doubling_keys(sharding, block ^ (1 << level), level)
+            mine, theirs = (
+                partition.keys_of(sharding, partition.passed_on(sharding, first, level))
+                for first in (block, block ^ (1 << level))
+            )
             send = on_device(positions[locate(held, mine)], device)
             sent, received = Framing.of({peer: len(mine)}, seal), Framing.of({peer: len(theirs)}, seal)
             held, positions = np.append(held, theirs), np.append(positions, np.arange(edge, edge + len(theirs)))
