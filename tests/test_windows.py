@@ -232,6 +232,16 @@ def test_a_sum_is_drawn_for_the_heads_that_its_terms_need(options):
         (Window(1) + dilated).plot(16, head=heads, num_heads=heads)
 
 
+@pytest.mark.parametrize("tokens", [1500, 1 << 16])
+def test_the_picture_of_a_long_sum_has_the_branches_of_every_head(tokens):
+    """A pixel holds many rows, of which few are drawn: not those of one residue alone."""
+    window, dilated = Window(0), Dilated([tokens], [4])
+    of_sum, *parts = (
+        x.plot(tokens, head=1, num_heads=5).get_images()[0].get_array() for x in (window + dilated, window, dilated)
+    )
+    assert abs(of_sum - sum(parts)).mean() < 1e-3 * of_sum.mean()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_coverage_and_flops_of_sums_with_layouts(is_causal):
     layout, product = BlockLayout.random(40, 0.4, 0, 8), Dilated([8], [2]) * BlockLayout.local(4, 2, 2)

@@ -70,25 +70,24 @@ def plot_counts(
 
 
 def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None = None) -> Axes:
-    """Draw the pairs that strided groups show (`plan.StridedGroup`, which this module must not import). Only a few of
-    the rows that share a pixel are drawn."""
+    """Draw the pairs that strided groups show (`plan.StridedGroup`, which this module must not import). Of a group's
+    rows, at most about eight per pixel are drawn, for all that share the pixel."""
     side = min(seq_len, PIXELS)
     image = np.zeros((side, side))
-    edges = np.arange(side + 1) * seq_len // side
-    drawn = np.unique(np.arange(4 * side) * seq_len // (4 * side))
-    share = np.bincount(drawn * side // seq_len, minlength=side)
+    edges = -(-np.arange(side + 1) * seq_len // side)
     for group in groups:
         rows, keys = group.queries, group.keys
-        segment, within = np.divmod(drawn - rows.start, rows.segment if rows.segments > 1 else max(seq_len, 1))
-        row, rest = np.divmod(within, rows.stride)
-        taken = (rest == 0) & (row >= 0) & (row < rows.count) & (segment >= 0) & (segment < rows.segments)
-        row, segment, pixel = row[taken, None], segment[taken, None], drawn[taken] * side // seq_len
+        segment, row = np.divmod(np.arange(rows.segments * rows.count), rows.count)
+        pixel = (rows.start + segment * rows.segment + row * rows.stride) * side // seq_len
+        drawn = slice(None, None, max(1, len(row) // (4 * side)))
+        share = np.bincount(pixel, minlength=side) / np.maximum(np.bincount(pixel[drawn], minlength=side), 1)
+        row, segment, pixel = row[drawn, None], segment[drawn, None], pixel[drawn]
         start = 0 if group.low is None else np.clip(row + group.low, 0, keys.count)
         stop = keys.count if group.high is None else np.clip(row + group.high + 1, 0, keys.count)
         first = keys.start + segment * (keys.segment if keys.segments > 1 else 0)
         before = np.clip(-((first - edges[None]) // keys.stride), start, np.maximum(start, stop))
-        np.add.at(image, pixel, np.diff(before, axis=1))
-    image /= np.outer(np.maximum(share, 1), _per_pixel(seq_len, side))
+        np.add.at(image, pixel, share[pixel, None] * np.diff(before, axis=1))
+    image /= np.outer(*(_per_pixel(seq_len, side),) * 2)
     ax = _draw(image, (-0.5, seq_len - 0.5, seq_len - 0.5, -0.5), ax)
     ax.set(xlabel="key", ylabel="query", title=title)
     return ax
