@@ -77,11 +77,13 @@ def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None 
     edges = -(-np.arange(side + 1) * seq_len // side)
     for group in groups:
         rows, keys = group.queries, group.keys
-        segment, row = np.divmod(np.arange(rows.segments * rows.count), rows.count)
+        number = rows.segments * rows.count
+        whole, rest = np.divmod(edges - rows.start, rows.segment if rows.segments > 1 else seq_len + 1)
+        earlier = np.clip(whole * rows.count + np.clip(-(-rest // rows.stride), 0, rows.count), 0, number)
+        segment, row = np.divmod(np.arange(0, number, max(1, number // (4 * side))), rows.count)
         pixel = (rows.start + segment * rows.segment + row * rows.stride) * side // seq_len
-        drawn = slice(None, None, max(1, len(row) // (4 * side)))
-        share = np.bincount(pixel, minlength=side) / np.maximum(np.bincount(pixel[drawn], minlength=side), 1)
-        row, segment, pixel = row[drawn, None], segment[drawn, None], pixel[drawn]
+        share = np.diff(earlier) / np.maximum(np.bincount(pixel, minlength=side), 1)
+        row, segment = row[:, None], segment[:, None]
         start = 0 if group.low is None else np.clip(row + group.low, 0, keys.count)
         stop = keys.count if group.high is None else np.clip(row + group.high + 1, 0, keys.count)
         first = keys.start + segment * (keys.segment if keys.segments > 1 else 0)
