@@ -11,7 +11,7 @@ from dilated_attention.plumbing import storage
 from dilated_attention_lab.commands.options import natural, option, positive, seed
 from dilated_attention_lab.environment import require_device
 from dilated_attention_lab.terminal import console
-from dilated_attention_lab.training import writing
+from dilated_attention_lab.training import session, writing
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         source = "--prompt" if options.prompt_file is None else f"--prompt-file {options.prompt_file}"
         raise ValueError(f"{source} is empty: give at least one character")
     with console(stderr=True).status("reading the model and the prompt"):
-        model = writing.load(options.model, require_device(options.device), options.backend)
+        model = session.load_model(options.model, require_device(options.device), options.backend)
         sampling = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
         pieces = writing.write(model, prompt, options.bytes, seed=options.seed, **sampling)
     for piece in pieces:
