@@ -25,7 +25,7 @@ from dilated_attention.models.checkpoints import read_checkpoint, read_weights
 from dilated_attention.patterns import Dilated
 from dilated_attention_lab.commands import main
 from dilated_attention_lab.conversion import convert
-from dilated_attention_lab.training import writing
+from dilated_attention_lab.training import session, writing
 from test_checkpoints import GIGAPATH, Golden, encoder_decoder_weights, longvit_weights
 
 
@@ -202,7 +202,7 @@ def test_text_comes_character_by_character(folder, monkeypatch):
 
     Invalid bytes, and characters that a terminal obeys, are shown as replacements.
     """
-    model = writing.load(folder, torch.device("cpu"))
+    model = session.load_model(folder, torch.device("cpu"))
     drawn = [torch.tensor([byte]) for byte in ["é".encode()[0], "é".encode()[1], 27, 97, 0xFF, "€".encode()[0]]]
     monkeypatch.setattr(LongNetLM, "stream", lambda *_, **__: iter(drawn))
     assert list(writing.write(model, b"x", 6)) == ["é", "·", "a", "�", "�"]

@@ -37,7 +37,7 @@ from dilated_attention_lab.bench.suites import (
     windows,
 )
 from dilated_attention_lab.bench.tables import describe, number, write
-from dilated_attention_lab.commands.options import integers
+from dilated_attention_lab.commands.options import flag, integers, option
 from dilated_attention_lab.environment import device_name, require_device, unavailable
 from dilated_attention_lab.terminal import console, show
 
@@ -46,6 +46,8 @@ if TYPE_CHECKING:  # help does without rich and matplotlib
     from rich.text import Text
 
 Item = TypeVar("Item")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+ROWS = "results; with --quick runs/results, which git ignores"
 _METHODS: dict[str, Method] = {
     "dilated": "dilated",
     "block-sparse": "block-sparse",
@@ -84,22 +86,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     about = {name: (suite.__doc__ or "").partition(": ")[2].strip() for name, suite in SUITES.items()}
     parser.epilog = "Suites: " + " ".join(f"{name}: {text}" for name, text in about.items())
     parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help="what to measure")
-    parser.add_argument("--quick", action="store_true", help="smaller cases and fewer rounds: a first look")
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="run only steps whose label in the progress bar contains it"
-    )
-    parser.add_argument("--device", help="a PyTorch device (default: cpu; for the gpu suite cuda)")
-    parser.add_argument(
-        "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
-    )
-    parser.add_argument(
-        "--share",
-        action="store_true",
-        help="also write all rows to one file here, to attach to an issue of the project",
-    )
+    flag(parser, "quick", "smaller cases and fewer rounds: a first look")
+    option(parser, "only", str, "run only steps whose label in the progress bar contains it", "", metavar="TEXT")
+    option(parser, "device", str, "a PyTorch device", shown="cpu; for the gpu suite cuda")
+    option(parser, "out", Path, "folder of the rows", shown=ROWS)
+    flag(parser, "share", "also write all rows to one file here, to attach to an issue of the project")
     parser.add_argument("--part", type=int, choices=gpu.PARTS, help="run only this part of gpu (at most nine minutes)")
-    parser.add_argument("--baseline", type=Path, help="baseline file of check (default: results/baseline.json)")
-    parser.add_argument("--update", action="store_true", help="with check: write the baseline file")
+    option(parser, "baseline", Path, "baseline file of check", shown="results/baseline.json")
+    flag(parser, "update", "with check: write the baseline file")
     parser.set_defaults(run=_bench)
 
 
@@ -160,15 +154,11 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         "and keys reached, writes rows to <out>/<device>/compare.jsonl and draws two pictures. Settings that the file "
         "already holds are not measured again."
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="2,048 and 4,096 tokens: 2 minutes on 2 cores, not an hour"
-    )
-    parser.add_argument("--only", default="", metavar="TEXT", help="run only settings whose title contains it")
-    parser.add_argument("--again", action="store_true", help="also measure what the file already holds")
-    parser.add_argument("--device", default="cpu", help="a PyTorch device")
-    parser.add_argument(
-        "--out", type=Path, help="folder of the rows (default: results; with --quick runs/results, which git ignores)"
-    )
+    flag(parser, "quick", "2,048 and 4,096 tokens: 2 minutes on 2 cores, not an hour")
+    option(parser, "only", str, "run only settings whose title contains it", "", metavar="TEXT")
+    flag(parser, "again", "also measure what the file already holds")
+    option(parser, "device", str, "a PyTorch device", "cpu")
+    option(parser, "out", Path, "folder of the rows", shown=ROWS)
     parser.set_defaults(run=_compare)
 
 
@@ -284,23 +274,24 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
         "Run one call under PyTorch's profiler. Prints the stages, and writes rows, a Chrome trace and a picture under "
         "<out>/<device>/."
     )
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("method", choices=[*_METHODS], help="what to profile; model: a training step of LongNetLM")
-    for name, default in (("tokens", 8192), ("batch", 1), ("heads", 8), ("head-dim", 64), ("block-size", 128)):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
-    parser.add_argument("--segments", type=integers, default=(2048, 4096, 8192), metavar="N,N", help="segment lengths")
-    parser.add_argument("--rates", type=integers, default=(1, 2, 4), metavar="N,N", help="dilation rates")
-    parser.add_argument(
-        "--blocks", choices=["local", "global", "dilated", "random"], default="local", help="kind of block layout"
-    )
-    parser.add_argument(
-        "--density", type=float, default=0.1, help="share of the layout's blocks that are active", metavar="X"
-    )
-    parser.add_argument("--causal", action="store_true", help="use a causal mask")
-    parser.add_argument("--forward", action="store_true", help="leave out the backward")
-    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--device", default="cpu", help="a PyTorch device")
-    parser.add_argument("--out", type=Path, default=Path("runs/results"), help="folder to write to")
+    for name, text, default in (
+        ("tokens", "sequence length", 8192),
+        ("batch", "samples", 1),
+        ("heads", "attention heads", 8),
+        ("head-dim", "width of a head", 64),
+        ("block-size", "tokens of a block", 128),
+    ):
+        option(parser, name, int, text, default)
+    option(parser, "segments", integers, "segment lengths", (2048, 4096, 8192))
+    option(parser, "rates", integers, "dilation rates", (1, 2, 4))
+    option(parser, "blocks", str, "kind of block layout", "local", choices=block_sparse.KINDS, metavar=None)
+    option(parser, "density", float, "share of the layout's blocks that are active", 0.1)
+    flag(parser, "causal", "use a causal mask")
+    flag(parser, "forward", "leave out the backward")
+    option(parser, "dtype", str, "dtype of q, k and v", "float32", choices=DTYPES, metavar=None)
+    option(parser, "device", str, "a PyTorch device", "cpu")
+    option(parser, "out", Path, "folder to write to", Path("runs/results"))
     parser.set_defaults(run=partial(_profile, parser))
 
 
@@ -313,9 +304,9 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
     what = f"a pattern ({', '.join(pattern_options.NAMES)}), or a folder of results (results)"
     parser.add_argument("what", nargs="?", default="results", metavar="PATTERN|RESULTS", help=what)
     out = "for a pattern the PNG file to write (runs/pattern.png); for results a folder (docs/pictures)"
-    parser.add_argument("--out", type=Path, help=out)
+    option(parser, "out", Path, out)
     documents = "Markdown files or folders (default, if RESULTS is results: README.md and docs, if they exist)"
-    parser.add_argument("--documents", type=Path, nargs="*", help=documents)
+    option(parser, "documents", Path, documents, nargs="*")
     pattern_options.add_options(parser)
     parser.set_defaults(run=_plot)
 
@@ -326,7 +317,6 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "on PyTorch's fake process group. Bytes and messages are counted, compute and memory are measured on this "
         "device, communication time and the other schemes are modelled. Writes rows and a picture to <out>."
     )
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     for name, default, text in (
         ("tokens", 1 << 30, "sequence length in the largest world"),
         ("ranks", 8192, "ranks of the largest world"),
@@ -335,13 +325,13 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         ("head-dim", 64, "width of a head"),
         ("segment", 2048, "segment length of the first branch; rates and segments double"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
-    parser.add_argument("--transport", choices=["auto", *TRANSPORTS], default="auto")
-    parser.add_argument("--not-causal", action="store_true", help="let queries see later keys too")
-    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--latency", type=float, default=5e-6, help="modelled seconds per message", metavar="X")
-    parser.add_argument("--bandwidth", type=float, default=50e9, help="modelled bytes per second and rank", metavar="X")
-    parser.add_argument("--out", type=Path, default=Path("runs/simulate"), help="folder to write to")
+        option(parser, name, int, text, default)
+    option(parser, "transport", str, "how rows move", "auto", choices=["auto", *TRANSPORTS], metavar=None)
+    flag(parser, "not-causal", "let queries see later keys too")
+    option(parser, "dtype", str, "dtype of q, k and v", "float32", choices=DTYPES, metavar=None)
+    option(parser, "latency", float, "modelled seconds per message", 5e-6)
+    option(parser, "bandwidth", float, "modelled bytes per second and rank", 50e9)
+    option(parser, "out", Path, "folder to write to", Path("runs/simulate"))
     parser.set_defaults(run=_simulate)
 
 

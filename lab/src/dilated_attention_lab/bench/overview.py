@@ -9,18 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
+from dilated_attention_lab.bench.charts import compared_lengths, compared_shares
 from dilated_attention_lab.bench.compare import PLAIN
 from dilated_attention_lab.bench.results import Record, read
-from dilated_attention_lab.bench.tables import number
+from dilated_attention_lab.pictures import Panel, Series, save
 
 EPYC, ZEN4, ZEN3, XEON = (
     "cpu-2-threads-amd-epyc",
@@ -30,41 +27,6 @@ EPYC, ZEN4, ZEN3, XEON = (
 )
 MACHINES = {EPYC: "EPYC", ZEN4: "EPYC\nZen 4", XEON: "Xeon\nAMX", ZEN3: "EPYC\nAVX2"}
 """Folders of results, and their names in a chart."""
-
-OURS, OTHERS = ("#0b5fa5", "#5fa8dd", "#a3cdec", "#d5e8f7"), ("#333333", "#888888", "#c4c4c4")
-"""Colours: blue for this library, grey for what it is compared with."""
-
-MARKERS = "osv^Dx"
-
-
-@dataclass(frozen=True)
-class Series:
-    """Hold one line of points, or one bar for each group: `x` are numbers, or the names of the groups. With `is_ours`
-    it is blue and a line is solid; otherwise it is grey and a line is dashed."""
-
-    label: str
-    x: Sequence[float | str]
-    y: Sequence[float]
-    is_ours: bool = True
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Describe one plot, a matplotlib `Axes`.
-
-    Attributes:
-        kind: "lines" or "bars".
-        settings: for `Axes.set`.
-        level: for bars, the y of a horizontal line.
-        diagonal: for lines, whether to draw y = x.
-    """
-
-    kind: str
-    series: Sequence[Series]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    level: float | None = None
-    diagonal: bool = False
-
 
 Chart = Callable[[Path], list[Panel]]
 
@@ -86,56 +48,8 @@ def draw(results: Path, folder: Path) -> Iterator[Path]:
     for name, chart in CHARTS.items():
         panels, path = chart(results), folder / f"{name}.svg"
         if not path.exists() or stored_digest(path) != digest(panels):
-            save(panels, path)
+            save(panels, path, description=f"data: {digest(panels)}")
             yield path
-
-
-def save(panels: Sequence[Panel], path: Path) -> None:
-    """Draw one chart into an SVG file, with the hash of its data and without a date."""
-    with matplotlib.rc_context({"svg.hashsalt": "dilated-attention", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(8, 3.6) if len(panels) > 1 else (6.4, 3.6), layout="constrained")
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            {"lines": _lines, "bars": _bars}[panel.kind](axes, panel)
-            axes.set(**panel.settings)
-            if panel.settings.get("xscale") == "log":
-                axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
-            axes.grid(axis="y", color="0.92", zorder=0)
-            axes.spines[["top", "right"]].set_visible(False)
-            if len(panel.series) > 1:
-                place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3 if len(panel.series) == 3 else 2}
-                axes.legend(frameon=False, fontsize=8, **place)
-        figure.savefig(path, metadata={"Date": None, "Description": f"data: {digest(panels)}"})
-
-
-def _styles(panel: Panel) -> Iterator[tuple[Series, str, str]]:
-    """Yield each series with its colour and its marker."""
-    used = {True: 0, False: 0}  # by whether the series is ours
-    for series, marker in zip(panel.series, MARKERS, strict=False):
-        palette = OURS if series.is_ours else OTHERS
-        yield series, palette[used[series.is_ours] % len(palette)], marker
-        used[series.is_ours] += 1
-
-
-def _lines(axes: Axes, panel: Panel) -> None:
-    for series, color, marker in _styles(panel):
-        style = "-" if series.is_ours else "--"
-        axes.plot(series.x, series.y, style, marker=marker, color=color, markersize=5, label=series.label)
-    if panel.diagonal:
-        axes.axline((0.01, 0.01), (1, 1), color="0.7", linewidth=0.8)
-
-
-def _bars(axes: Axes, panel: Panel) -> None:
-    groups = list(dict.fromkeys(str(name) for series in panel.series for name in series.x))
-    side_by_side = len(groups) < sum(len(series.x) for series in panel.series)
-    width = 0.8 / len(panel.series) if side_by_side else 0.6
-    for i, (series, color, _) in enumerate(_styles(panel)):
-        shift = (i - (len(panel.series) - 1) / 2) * width if side_by_side else 0.0
-        places = [groups.index(str(name)) + shift for name in series.x]
-        bars = axes.bar(places, series.y, width * 0.92, color=color, label=series.label, zorder=2)
-        axes.bar_label(bars, [number(y) for y in series.y], fontsize=7)
-    axes.set_xticks(range(len(groups)), groups)
-    if panel.level is not None:
-        axes.axhline(panel.level, color="0.5", linewidth=0.8, linestyle=":")
 
 
 def _rows(path: Path, name: str, **wanted: Any) -> list[Record]:
@@ -152,34 +66,13 @@ def _points(rows: Sequence[Record], parameter: str) -> tuple[list[Any], list[flo
 
 def length(results: Path) -> list[Panel]:
     """Chart the time of a forward by sequence length: dense, dilated, head groups and local blocks."""
-    path, series = results / ZEN4 / "compare.jsonl", []
-    for label, variant in {
-        "dense": "dense",
-        "dilated, 3 branches": "LongNet branches",
-        "local blocks, 10 %": "local blocks, 10%",
-        "dilated, one branch per head group": "head groups",
-    }.items():
-        x, y = _points(_rows(path, "compare", variant=variant, **PLAIN), "seq_len")
-        series.append(Series(label, x, [value / 1e3 for value in y], label != "dense"))
-    axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": "seconds per forward"}
-    return [Panel("lines", series, axes)]
+    return compared_lengths(read(results / ZEN4 / "compare.jsonl"))
 
 
 def shares(results: Path) -> list[Panel]:
     """Chart the forward time of dilated patterns and of local and random blocks as a ratio to dense attention's, by the
     share of dense attention's score entries."""
-    rows = _rows(results / ZEN4 / "compare.jsonl", "compare", seq_len=4096, **PLAIN)
-    series = []
-    for label, kinds in {
-        "dilated": ("LongNet branches", "head groups"),
-        "local blocks": ("local blocks, ",),
-        "random blocks": ("random blocks, ",),
-    }.items():
-        found = [row for row in rows if row["parameters"]["variant"].startswith(kinds) and row.get("over")]
-        points = sorted((row["figures"]["share of score entries"], row["over"]["dense"]["median"]) for row in found)
-        series.append(Series(label, [x for x, _ in points], [y for _, y in points]))
-    words = {"xlabel": "share of dense attention's score entries", "ylabel": "time over dense attention"}
-    return [Panel("lines", series, {"xscale": "log", "yscale": "log", **words}, diagonal=True)]
+    return compared_shares(read(results / ZEN4 / "compare.jsonl"))
 
 
 def windows(results: Path) -> list[Panel]:

@@ -20,10 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from dilated_attention import dilated_attention
 from dilated_attention.nn import NativeSparseAttention, Rotary
 from dilated_attention.parallel import sequence_range, set_context_parallel, shard_sequence
-from dilated_attention.plumbing import Link, Traffic, link_of, use_link
+from dilated_attention.plumbing import Link, Traffic, Transfer, link_of, use_link
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.measure import in_new_process
-from dilated_attention_lab.bench.rehearsal_links import PatientLink, RehearsalLink
+from dilated_attention_lab.bench.simulate import RehearsalLink
 
 Samples = dict[str, list[float]]
 
@@ -143,6 +143,16 @@ def _single(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
         {"mesh": _training_step(case, tensors, mesh), "no mesh": _training_step(case, tensors, None)}, rounds
     )
     return samples | {"transfers": link_of(mesh).traffic.rounds}
+
+
+class PatientLink(Link):
+    """Wait for every transfer where it starts, to measure how much communication other links hide."""
+
+    def started(self, works: list[dist.Work], *arguments: Any) -> Transfer:
+        with self.guard("while waiting"):
+            for work in works:
+                work.wait()
+        return super().started(works, *arguments)
 
 
 def _overlap(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:

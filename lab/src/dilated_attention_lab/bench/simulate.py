@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dilated_attention import Dilated, dilated_attention
 from dilated_attention.parallel import ExchangePlan, exchange_plan
-from dilated_attention.plumbing import Traffic, use_link
+from dilated_attention.plumbing import Framing, Link, Traffic, Transfer, use_link
 from dilated_attention_lab.bench.cases import doubling
 from dilated_attention_lab.bench.measure import UNTOLD, in_new_process, peak_above_now
-from dilated_attention_lab.bench.rehearsal_links import RehearsalLink
 from dilated_attention_lab.bench.results import Row
 
 
@@ -201,6 +201,31 @@ def rehearse(worlds: Sequence[World], rounds: int = 1) -> list[Rehearsal]:
     request = {"worlds": [asdict(world) for world in worlds], "rounds": rounds}
     answer = in_new_process(__name__, request)
     return [Rehearsal(World(**found.pop("world")), **found) for found in answer]
+
+
+class RehearsalLink(Link):
+    """Count the transfers of a rank whose peers do not exist. They take no time, and fill buffers with random normals.
+
+    Attributes:
+        filled: seconds of CPU time spent drawing the normals, which no real rank spends.
+    """
+
+    filled: float = 0.0
+
+    def exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
+        return []
+
+    def gather(self, buffer: Tensor, send: Tensor, sent: Framing) -> list[dist.Work]:
+        return []
+
+    def post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        return []
+
+    def received(self, transfer: Transfer) -> None:
+        begin = time.process_time()
+        if transfer.buffer.is_floating_point():
+            transfer.buffer.normal_()
+        self.filled += time.process_time() - begin
 
 
 def _call(world: World, group: ProcessGroup) -> Callable[[], tuple[float, float, Traffic, Traffic]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from dilated_attention_lab.commands.options import integers, plain, positive, seed
+from dilated_attention_lab.commands.options import flag, integers, option, positive, seed
 from dilated_attention_lab.conversion import convert
 from dilated_attention_lab.terminal import console, show
 
@@ -19,26 +19,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="a state_dict: a safetensors file, or one written by torch.save")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="write even if the folder exists")
-    parser.add_argument(
-        "--kind", choices=["gigapath", "longvit", "torchscale"], required=True, help="which model the weights are for"
-    )
+    flag(parser, "overwrite", "write even if the folder exists")
+    kinds = ("gigapath", "longvit", "torchscale")
+    parser.add_argument("--kind", choices=kinds, required=True, help="which model the weights are for")
     architectures = ("attention", "encoder", "decoder", "encoder-decoder")
     parser.add_argument("--architecture", choices=architectures, help="torchscale's model (default: recognised)")
-    parser.add_argument(
-        "--heads", type=positive, help="attention heads (default: 16, or inferred from xPos)", metavar="N"
-    )
-    parser.add_argument(
-        "--segments", type=integers, help="segment lengths (default: the released ones)", metavar="N,N,..."
-    )
-    parser.add_argument("--rates", type=integers, help="dilation rate of each segment length", metavar="N,N,...")
-    parser.add_argument(
-        "--corrected", action="store_true", help="write the exact model, which attends no padding (compat=None)"
-    )
-    parser.add_argument("--prefix", default="", help="take only weights whose names begin with it, and strip it")
-    parser.add_argument("--leave-surplus", action="store_true", help="ignore weights that the model does not use")
-    plain(parser, "tokens", positive, 300, "length of the random input")
-    plain(parser, "seed", seed, 0, "seed for the random input")
+    option(parser, "heads", positive, "attention heads", shown="16, or inferred from xPos")
+    option(parser, "segments", integers, "segment lengths", shown="the released ones")
+    option(parser, "rates", integers, "dilation rate of each segment length")
+    flag(parser, "corrected", "write the exact model, which attends no padding (compat=None)")
+    option(parser, "prefix", str, "take only weights whose names begin with it, and strip it")
+    flag(parser, "leave-surplus", "ignore weights that the model does not use")
+    option(parser, "tokens", positive, "length of the random input", 300)
+    option(parser, "seed", seed, "seed for the random input", 0)
     parser.set_defaults(run=run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dilated_attention_lab.commands.options import positive, seed
+from dilated_attention_lab.commands.options import option, positive, seed
 from dilated_attention_lab.environment import require_device
 from dilated_attention_lab.terminal import console
 from dilated_attention_lab.training import demo
@@ -18,14 +18,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "library's sources is compared with a table of order 3 and with itself given less context. At most 5 minutes "
         "on 2 CPU cores."
     )
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for figures and pictures")
-    parser.add_argument(
-        "--tokens", type=positive, default=32768, help="length of the sequence to recall a fact from", metavar="N"
-    )
-    parser.add_argument("--seconds", type=float, default=110.0, help="seconds of training on text", metavar="X")
-    parser.add_argument("--seed", type=seed, default=0, help="seed for weights, questions and text", metavar="N")
-    parser.add_argument("--device", default="cpu", help="a PyTorch device")
+    option(parser, "out", Path, "folder for figures and pictures", Path("runs/demo"))
+    option(parser, "tokens", positive, "length of the sequence to recall a fact from", 32768)
+    option(parser, "seconds", float, "seconds of training on text", 110.0)
+    option(parser, "seed", seed, "seed for weights, questions and text", 0)
+    option(parser, "device", str, "a PyTorch device", "cpu")
     parser.set_defaults(run=run)
 
 

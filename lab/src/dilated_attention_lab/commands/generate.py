@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from dilated_attention.plumbing import storage
-from dilated_attention_lab.commands.options import natural, plain, positive, seed
+from dilated_attention_lab.commands.options import natural, option, positive, seed
 from dilated_attention_lab.environment import require_device
 from dilated_attention_lab.terminal import console
-from dilated_attention_lab.training import writing
+from dilated_attention_lab.training import session, writing
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,17 +27,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="folder of a model, or of a run whose newest checkpoint is used (default: runs/train)",
     )
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default="\n", help="text to continue (default: an empty line)", metavar="TEXT")
-    prompt.add_argument("--prompt-file", type=Path, help="file to continue; - for standard input", metavar="FILE")
-    plain(parser, "bytes", natural, 1024, "bytes to write")
-    plain(parser, "temperature", float, 0.8, "sampling temperature; 0 always picks the most likely byte")
-    parser.add_argument("--top-k", type=positive, help="sample among the N most likely bytes", metavar="N")
-    parser.add_argument(
-        "--top-p", type=float, help="sample among the fewest bytes that reach probability X together", metavar="X"
-    )
-    plain(parser, "seed", seed, 0, "seed for sampling")
-    plain(parser, "device", str, "cpu", "a PyTorch device")
-    plain(parser, "backend", str, "auto", "backend of dilated attention")
+    option(prompt, "prompt", str, "text to continue", "\n", shown="an empty line", metavar="TEXT")
+    option(prompt, "prompt-file", Path, "file to continue; - for standard input", metavar="FILE")
+    option(parser, "bytes", natural, "bytes to write", 1024)
+    option(parser, "temperature", float, "sampling temperature; 0 always picks the most likely byte", 0.8)
+    option(parser, "top-k", positive, "sample among the N most likely bytes")
+    option(parser, "top-p", float, "sample among the fewest bytes that reach probability X together")
+    option(parser, "seed", seed, "seed for sampling", 0)
+    option(parser, "device", str, "a PyTorch device", "cpu")
+    option(parser, "backend", str, "backend of dilated attention", "auto")
     parser.set_defaults(run=run)
 
 
@@ -52,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         source = "--prompt" if options.prompt_file is None else f"--prompt-file {options.prompt_file}"
         raise ValueError(f"{source} is empty: give at least one character")
     with console(stderr=True).status("reading the model and the prompt"):
-        model = writing.load(options.model, require_device(options.device), options.backend)
+        model = session.load_model(options.model, require_device(options.device), options.backend)
         sampling = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
         pieces = writing.write(model, prompt, options.bytes, seed=options.seed, **sampling)
     for piece in pieces:

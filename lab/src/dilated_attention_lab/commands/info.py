@@ -7,18 +7,19 @@ import argparse
 import torch
 
 from dilated_attention_lab import verification
+from dilated_attention_lab.commands.options import flag, option
 from dilated_attention_lab.environment import device_name, report, require_device, unavailable
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Print device, versions and backends, and why each is or is not available."
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="run a call of each kind on every backend that serves the device, compare with the definition in double "
+    flag(
+        parser,
+        "check",
+        "run a call of each kind on every backend that serves the device, compare with the definition in double "
         "precision, and print the verdicts; exit code 1 if one is wrong. About a minute on a GPU, seconds on a CPU",
     )
-    parser.add_argument("--device", help="PyTorch device for --check (default: cuda if there is one, else cpu)")
+    option(parser, "device", str, "PyTorch device for --check", shown="cuda if there is one, else cpu")
     parser.set_defaults(run=run)
 
 

@@ -1,15 +1,31 @@
-"""Kinds of values that several commands take, and how an option shows its default."""
+"""Add options to the parsers of commands, and parse the kinds of values that several of them take."""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable
 from typing import Any
 
 
-def plain(parser: Any, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
-    help_text = f"{text} (default: {default})"
-    parser.add_argument(f"--{name}", type=kind, default=default, help=help_text, metavar=name.upper())
+def option(
+    parser: Any, name: str, kind: Callable[[str], Any], text: str, default: Any = None, shown: Any = None, **more: Any
+) -> None:
+    """Add an option that takes a value. Its help names the default.
+
+    Args:
+        shown: what to name instead of `default`. more: further arguments of `add_argument`.
+    """
+    shown = default if shown is None else shown
+    if shown not in (None, "", argparse.SUPPRESS):
+        text += f" (default: {','.join(map(str, shown)) if isinstance(shown, tuple) else shown})"
+    metavar = {int: "N", positive: "N", natural: "N", seed: "N", float: "X", budget: "X", integers: "N,N,..."}
+    more = {"metavar": metavar.get(kind, name.upper())} | more
+    parser.add_argument(f"--{name}", type=kind, default=default, help=text, **more)
+
+
+def flag(parser: Any, name: str, text: str) -> None:
+    parser.add_argument(f"--{name}", action="store_true", help=text)
 
 
 def integer(name: str, least: float, below: float = math.inf) -> Callable[[str], int]:

@@ -5,24 +5,17 @@ from __future__ import annotations
 import argparse
 
 from dilated_attention import suggest_pattern
-from dilated_attention_lab.commands.options import budget, positive
+from dilated_attention_lab.commands.options import budget, flag, option, positive
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Print a pattern of dilated branches that costs at most the budget, and the reasons for it."
-    parser.add_argument("--tokens", type=positive, required=True, help="sequence length in tokens", metavar="N")
-    parser.add_argument("--heads", type=positive, required=True, help="number of KV heads", metavar="N")
-    parser.add_argument(
-        "--budget",
-        type=budget,
-        required=True,
-        help="share of the cost of dense attention, such as 0.1, or mean number of keys per query, such as 2048",
-        metavar="X",
-    )
-    parser.add_argument("--causal", action="store_true", help="use a causal mask")
-    parser.add_argument(
-        "--largest-rate", type=positive, help="largest dilation rate of any branch (default: --heads)", metavar="N"
-    )
+    option(parser, "tokens", positive, "sequence length in tokens", required=True)
+    option(parser, "heads", positive, "number of KV heads", required=True)
+    what = "share of the cost of dense attention, such as 0.1, or mean number of keys per query, such as 2048"
+    option(parser, "budget", budget, what, required=True)
+    flag(parser, "causal", "use a causal mask")
+    option(parser, "largest-rate", positive, "largest dilation rate of any branch", shown="--heads")
     parser.set_defaults(run=run)
 
 

@@ -17,7 +17,7 @@ from dilated_attention import Dilated
 from dilated_attention.models import LongNetConfig
 from dilated_attention.plumbing import ContextParallelError
 from dilated_attention_lab.commands import in_options
-from dilated_attention_lab.commands.options import integers, natural, plain, positive, seed
+from dilated_attention_lab.commands.options import flag, integers, natural, option, positive, seed
 from dilated_attention_lab.environment import environment
 from dilated_attention_lab.terminal import console
 from dilated_attention_lab.training import session
@@ -36,18 +36,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", nargs="*", type=Path, help="files or folders of text (default: the Python standard library's sources)"
     )
-    plain(parser, "out", Path, Path("runs/train"), "folder of the run")
+    option(parser, "out", Path, "folder of the run", Path("runs/train"))
     begin = parser.add_mutually_exclusive_group()
-    begin.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --out with its options and text, or start it if there is none yet and text is given: "
+    flag(
+        begin,
+        "resume",
+        "continue the run in --out with its options and text, or start it if there is none yet and text is given: "
         "one command for a run that may be restarted. A larger --steps extends even a finished run; its learning rate "
         "then follows the longer schedule",
     )
-    begin.add_argument(
-        "--overwrite", action="store_true", help="start a new run even if --out holds a checkpoint or a report"
-    )
+    flag(begin, "overwrite", "start a new run even if --out holds a checkpoint or a report")
     _kept(parser, "device", str, "a PyTorch device")
     _kept(parser, "backend", str, "backend of dilated attention")
     _kept(parser, "save-every", positive, "steps between checkpoints")
@@ -58,8 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group(
         "several processes", "under torchrun --nproc-per-node=W -m dilated_attention train"
     )
-    plain(ranks, "context-parallel", positive, 1, "processes that share each sequence; the others share the batch")
-    plain(ranks, "timeout", positive, 300, "seconds that a process waits for a lost process")
+    option(ranks, "context-parallel", positive, "processes that share each sequence; the others share the batch", 1)
+    option(ranks, "timeout", positive, "seconds that a process waits for a lost process", 300)
 
     model = parser.add_argument_group("model")
     _given(model, "layers", int, "num_layers", "transformer blocks")
@@ -67,14 +65,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _given(model, "heads", int, "num_heads", "attention heads")
     _given(model, "kv-heads", int, "num_kv_heads", "number of KV heads (default: --heads)")
     _given(model, "segments", integers, "segment_lengths", "segment lengths (default: context/16,context/4,context)")
-    _given(
-        model,
-        "rates",
-        integers,
-        "dilation_rates",
-        "dilation rate of each segment length (default: 1,4,16, at most --heads)",
-    )
-    model.add_argument("--dense", action="store_true", help="use dense attention (PyTorch's fused operator)")
+    each = "dilation rate of each segment length (default: 1,4,16, at most --heads)"
+    _given(model, "rates", integers, "dilation_rates", each)
+    flag(model, "dense", "use dense attention (PyTorch's fused operator)")
 
     recipe = parser.add_argument_group("recipe")
     _given(recipe, "context", int, "context", "bytes per sequence")
@@ -91,16 +84,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _kept(parser: Any, name: str, kind: Callable[[str], Any], text: str) -> None:
     """Add an option that is None in the namespace unless given; `chosen_options` then takes the value that the resumed
     run stored, or else the default in `OPTIONS`."""
-    help_text = f"{text} (default: {OPTIONS[name.replace('-', '_')]})"
-    parser.add_argument(f"--{name}", type=kind, help=help_text, metavar=name.upper())
+    option(parser, name, kind, text, shown=OPTIONS[name.replace("-", "_")])
 
 
 def _given(group: Any, name: str, kind: Callable[[str], Any], field: str, text: str) -> None:
     """Add an option that the namespace holds, as `field`, only if given: --resume takes others from the checkpoint."""
-    if DEFAULTS.get(field) is not None:
-        text += f" (default: {DEFAULTS[field]})"
-    metavar = {int: "N", seed: "N", float: "X", str: "NAME"}.get(kind, "N,N,...")
-    group.add_argument(f"--{name}", type=kind, dest=field, default=argparse.SUPPRESS, help=text, metavar=metavar)
+    option(group, name, kind, text, argparse.SUPPRESS, shown=DEFAULTS.get(field), dest=field)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Write and read checkpoints of a run: one folder per step, written by any number of processes and read by any.
 
-    checkpoint/step-40/index.json                what was saved; for every tensor, which rows lie in which file
+    checkpoint/step-40/index.json                what was saved
     checkpoint/step-40/rank-0-of-2.safetensors   the rows that rank 0 holds, and the tensors that all ranks hold
     checkpoint/step-40/rank-1-of-2.safetensors
     checkpoint/step-40/SHA256SUMS
@@ -133,15 +133,11 @@ class Checkpoint:
 
 def _copy(opened: Any, where: str, name: str, first: int, rows: int, piece: Piece) -> None:
     """Copy the rows of a shard, `rows` from `first` on, that lie in the piece. where: names it in an error."""
-    stored = opened.get_slice(name)
-    shape = (rows, *piece.shape[1:]) if piece.shape else ()
-    if tuple(stored.get_shape()) != shape:
-        raise ValueError(f"{where} has shape {tuple(stored.get_shape())}, and {shape} by {INDEX}")
     start, stop = max(first, piece.first_row), min(first + rows, piece.first_row + piece.rows)
-    found = stored[start - first : stop - first] if shape else opened.get_tensor(name)
+    found = opened.get_slice(name)[start - first : stop - first] if piece.shape else opened.get_tensor(name)
     if found.dtype != piece.tensor.dtype:
         raise ValueError(f"{where} is of {found.dtype}, expected {piece.tensor.dtype}")
-    place = piece.tensor[start - piece.first_row : stop - piece.first_row] if shape else piece.tensor
+    place = piece.tensor[start - piece.first_row : stop - piece.first_row] if piece.shape else piece.tensor
     place.copy_(found)
 
 
@@ -169,7 +165,9 @@ def write(
         shas = peers.gathered(sha)
         with _together(peers, path):
             if peers.rank == 0:
-                _write_index(new, pieces, about, {_shard(rank, peers.size): sha.hex() for rank, sha in enumerate(shas)})
+                storage.write_text(new / INDEX, json.dumps({"format": FORMAT, **about}) + "\n")
+                digests = {_shard(rank, peers.size): sha.hex() for rank, sha in enumerate(shas)}
+                storage.write_digests(new, {INDEX: storage.digest(new / INDEX), **digests})
                 before = steps(folder)
                 _remove(folder, [other for other in before if other >= step])
                 os.replace(new, path)
@@ -189,30 +187,9 @@ def _shard(rank: int, size: int) -> str:
 def _write_shard(file: Path, pieces: Mapping[str, Piece], peers: Peers) -> bytes:
     """Write this rank's file: its rows of the tensors that are split, and on the first rank also those that all ranks
     hold whole. Return the file's digest."""
-    mine = {name: piece for name, piece in pieces.items() if (peers.rank == 0 if piece.is_whole else piece.rows)}
-    first_rows = json.dumps({name: piece.first_row for name, piece in mine.items()})
-    storage.write_tensors(file, {name: piece.tensor for name, piece in mine.items()}, {"first_rows": first_rows})
+    mine = {name: x.tensor for name, x in pieces.items() if (peers.rank == 0 if x.is_whole else x.rows)}
+    storage.write_tensors(file, mine, {})
     return bytes.fromhex(storage.digest(file))
-
-
-def _write_index(
-    folder: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any], digests: Mapping[str, str]
-) -> None:
-    shards = _shards(folder, digests)
-    tensors = {name: {"shape": piece.shape, "shards": shards.get(name, [])} for name, piece in pieces.items()}
-    storage.write_text(folder / INDEX, json.dumps({"format": FORMAT, **about, "tensors": tensors}) + "\n")
-    storage.write_digests(folder, {INDEX: storage.digest(folder / INDEX), **digests})
-
-
-def _shards(folder: Path, files: Mapping[str, str]) -> dict[str, list[tuple[str, int, int]]]:
-    """Return the shards of each tensor, (file, first row, number of rows), in the order of ranks and so of rows."""
-    found: dict[str, list[tuple[str, int, int]]] = {}
-    for name in files:
-        with storage.open_tensors(folder / name) as opened:
-            for tensor, first in json.loads(opened.metadata()["first_rows"]).items():
-                shape = tuple(opened.get_slice(tensor).get_shape())
-                found.setdefault(tensor, []).append((name, first, _rows(shape)))
-    return found
 
 
 def _remove(folder: Path, numbers: list[int]) -> None:
@@ -289,36 +266,32 @@ def _damage(path: Path, peers: Peers) -> str | None:
 
 
 def _opened(path: Path) -> Checkpoint:
-    """Return the checkpoint in the folder `path` from its index. Raises ValueError if its format or form is another."""
+    """Return the checkpoint in the folder `path`. Raises ValueError if its format or form is another."""
     index = path / INDEX
     try:
         about = json.loads(storage.read_bytes(index))
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             kind = about.get("format") if isinstance(about, dict) else type(about).__name__
             raise ValueError(f"format is {kind!r}, not {FORMAT!r}: not a checkpoint of this version's `train`")
-        files = storage.read_digests(path).keys() - {INDEX}
-        tensors = {name: _stored(name, entry, files) for name, entry in about.pop("tensors").items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{index}: {reason}") from error
-    return Checkpoint(path, about, tensors)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{index}: {error}") from error
+    size = sum(name.startswith("rank-") for name in storage.read_digests(path))
+    return Checkpoint(path, about, _stored(path, size))
 
 
-def _stored(name: str, entry: Any, files: set[str]) -> Any:
-    """Return the shape and the shards of a tensor from its entry in the index.
-
-    Raises an error unless the shards are in `files` and hold all rows in order.
-    """
-    shape, shards = tuple(entry["shape"]), tuple((file, first, rows) for file, first, rows in entry["shards"])
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"tensors: {name}: shape={shape}: must be sizes")
-    end = 0
-    for file, first, rows in shards:
-        if file not in files:
-            raise ValueError(f"tensors: {name}: {file!r} is no file of this checkpoint")
-        if type(first) is not int or type(rows) is not int or first != end or rows < 0:
-            raise ValueError(f"tensors: {name}: rows {first!r} and on, {rows!r} of them, do not follow on {end}")
-        end += rows
-    if end != _rows(shape):
-        raise ValueError(f"tensors: {name}: the shards have {end} rows of {_rows(shape)}")
-    return shape, shards
+def _stored(folder: Path, size: int) -> dict[str, tuple[tuple[int, ...], tuple[tuple[str, int, int], ...]]]:
+    """Return the tensors in the files of `size` ranks, as `Checkpoint` holds them. A rank's rows follow on those of the
+    ranks before it."""
+    found: dict[str, tuple[tuple[int, ...], tuple[tuple[str, int, int], ...]]] = {}
+    for file in (_shard(rank, size) for rank in range(size)):
+        with storage.open_tensors(folder / file) as opened:
+            for name in opened.keys():  # noqa: SIM118
+                shape = tuple(opened.get_slice(name).get_shape())
+                if name not in found:
+                    found[name] = shape, ((file, 0, _rows(shape)),)
+                    continue
+                before, shards = found[name]
+                if not (before and shape) or before[1:] != shape[1:]:
+                    raise ValueError(f"{folder / file}: {name} has shape {shape}, which does not go on {before}")
+                found[name] = (before[0] + shape[0], *shape[1:]), (*shards, (file, before[0], shape[0]))
+    return found

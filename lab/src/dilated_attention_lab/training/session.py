@@ -26,6 +26,7 @@ from dilated_attention_lab.terminal import progress
 from dilated_attention_lab.training import checkpoint
 from dilated_attention_lab.training.loop import OPTIONS, Recipe, Training, read_checkpoint
 from dilated_attention_lab.training.text import Text, read_text, readable
+from dilated_attention_lab.training.writing import write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,6 +116,26 @@ def saved_model(out: Path, backend: str = "auto") -> LongNetLM:
     weights = {f"model.{name}": checkpoint.Piece.whole(tensor) for name, tensor in model.state_dict().items()}
     stored.read(weights, prefix="model.")
     return model.eval()
+
+
+def load_model(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM:
+    """Load the byte-level model in a folder of `save_pretrained` or of a run of `train`.
+
+    A run gives its newest checkpoint's model, as `model/` may be older; without a checkpoint the one in `model/`.
+    Raises ValueError if there is no model.
+    """
+    place = folder if (folder / "config.json").exists() else folder / "model"
+    if place != folder and saved(folder):
+        model = saved_model(folder, backend)
+    elif (place / "config.json").exists():
+        model = LongNetLM.from_pretrained(place, backend=backend)
+    else:
+        raise ValueError(f"{folder}: neither a model nor a run of `train` (no config.json, no checkpoint)")
+    if model.config.vocab_size != 256:
+        raise ValueError(
+            f"{folder}: the model has vocab_size={model.config.vocab_size}; text is written by one of bytes, 256"
+        )
+    return model.to(device)
 
 
 def save(training: Training, out: Path, *, keep: int = OPTIONS["keep"]) -> Path:
@@ -300,16 +321,9 @@ def _report(training: Training, out: Path, console: Console, held_out_windows: i
 
 def write_sample(training: Training, model: LongNetLM, length: int) -> str:
     """Return as text a prompt from the held-out part of `training`, a bar, and `length` bytes that `model` samples."""
-    middle = len(training.split.held_out) // 2
-    prompt = training.split.held_out[middle : middle + 1, :PROMPT_BYTES].long()
-    generator = torch.Generator(training.device).manual_seed(training.recipe.seed)
-    tokens = model.generate(prompt.to(training.device), length, temperature=0.8, generator=generator)
-
-    before, after = (
-        readable(bytes(part.tolist()).decode("utf-8", errors="replace"))
-        for part in tokens[0].tensor_split([prompt.shape[1]])
-    )
-    return f"{before}▌{after}\n"
+    prompt = bytes(training.split.held_out[len(training.split.held_out) // 2, :PROMPT_BYTES].tolist())
+    sample = "".join(write(model, prompt, length, seed=training.recipe.seed, temperature=0.8))
+    return f"{readable(prompt.decode('utf-8', errors='replace'))}▌{sample}\n"
 
 
 def _quantiles(training: Training) -> dict[str, float]:

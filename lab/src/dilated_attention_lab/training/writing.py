@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dilated_attention.models import LongNetLM
-from dilated_attention_lab.training import session
 from dilated_attention_lab.training.text import readable
-
-
-def load(folder: Path, device: torch.device, backend: str = "auto") -> LongNetLM:
-    """Load the byte-level model in a folder of `save_pretrained` or of a run of `train`.
-
-    A run gives its newest checkpoint's model, as `model/` may be older; without a checkpoint the one in `model/`.
-    Raises ValueError if there is no model.
-    """
-    place = folder if (folder / "config.json").exists() else folder / "model"
-    if place != folder and session.saved(folder):
-        model = session.saved_model(folder, backend)
-    elif (place / "config.json").exists():
-        model = LongNetLM.from_pretrained(place, backend=backend)
-    else:
-        raise ValueError(f"{folder}: neither a model nor a run of `train` (no config.json, no checkpoint)")
-    if model.config.vocab_size != 256:
-        raise ValueError(
-            f"{folder}: the model has vocab_size={model.config.vocab_size}; text is written by one of bytes, 256"
-        )
-    return model.to(device)
 
 
 def write(model: LongNetLM, prompt: bytes, length: int, *, seed: int = 0, **options: Any) -> Iterator[str]:
