@@ -39,68 +39,61 @@ GATHERED = 128
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
-    if quick:
-        return [_modules(1024, device, 2.0), _tokens(512, 64, device, 2.0)]
-    return [_modules(8192, device, 60.0), _modules(32768, device, 400.0), _tokens(32768, 2048, device, 200.0)]
+    sizes = [(1024, 2.0)] if quick else [(8192, 60.0), (32768, 400.0)]
+    seq_len, number, budget = (512, 64, 2.0) if quick else (32768, 2048, 200.0)
+    lists = Step(f"lists of {number:,} of {seq_len:,} tokens", partial(_tokens, seq_len, number, device, budget))
+    return [*[Step(f"modules that select, {n:,} tokens", partial(_modules, n, device, x)) for n, x in sizes], lists]
 
 
-def _modules(seq_len: int, device: torch.device, budget: float) -> Step:
-    def run() -> Iterator[Row]:
-        torch.manual_seed(0)
-        x = torch.randn(1, seq_len, WIDTH, device=device, requires_grad=True)
-        dense = SelfAttention(WIDTH, HEADS, KV_HEADS, None).to(device)
-        modules: dict[str, nn.Module] = {
-            name: MODULES[name](WIDTH, HEADS, KV_HEADS, device=device, **settings)
-            for name, settings in SETTINGS.items()
-        }
-        work = {name: trained(module, [x], module.parameters()) for name, module in modules.items()}
-        work["dense"] = trained(partial(dense, is_causal=True), [x], dense.parameters())
-        rounds = measure.interleave(work, seconds=budget, device=device, least=2)
-        for name, settings in SETTINGS.items():
-            parameters = {"seq_len": seq_len, "width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, **settings}
-            for phase in PHASES:
-                judged = name == "native sparse attention" and phase == "forward+backward"
-                bar, title = BARS.get(seq_len) if judged else None, f"{name}, {phase}: time over dense"
-                yield over(rounds, name, "dense", phase, parameters, title, bar=bar)
-
-    return Step(f"modules that select, {seq_len:,} tokens", run)
+def _modules(seq_len: int, device: torch.device, budget: float) -> Iterator[Row]:
+    torch.manual_seed(0)
+    x = torch.randn(1, seq_len, WIDTH, device=device, requires_grad=True)
+    dense = SelfAttention(WIDTH, HEADS, KV_HEADS, None).to(device)
+    modules: dict[str, nn.Module] = {
+        name: MODULES[name](WIDTH, HEADS, KV_HEADS, device=device, **settings) for name, settings in SETTINGS.items()
+    }
+    work = {name: trained(module, [x], module.parameters()) for name, module in modules.items()}
+    work["dense"] = trained(partial(dense, is_causal=True), [x], dense.parameters())
+    rounds = measure.interleave(work, seconds=budget, device=device, least=2)
+    for name, settings in SETTINGS.items():
+        parameters = {"seq_len": seq_len, "width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, **settings}
+        for phase in PHASES:
+            judged = name == "native sparse attention" and phase == "forward+backward"
+            bar, title = BARS.get(seq_len) if judged else None, f"{name}, {phase}: time over dense"
+            yield over(rounds, name, "dense", phase, parameters, title, bar=bar)
 
 
-def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Step:
+def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> Iterator[Row]:
     """Compare lists of `number` single tokens, one list per query for all heads, with `gather` and dense attention.
 
     The lists are one random set of tokens, shifted by a random distance for each query; no indexer chooses them.
     """
-
-    def run() -> Iterator[Row]:
-        torch.manual_seed(0)
-        kept = torch.randperm(seq_len, device=device)[:number]
-        chosen = (kept + torch.randint(seq_len, (seq_len, 1), device=device)) % seq_len
-        layout = BlockLayout.from_topk(chosen)
-        q, k, v = (
-            torch.randn(1, seq_len, heads, HEAD_DIM, device=device, requires_grad=True) for heads in (HEADS // 2, 1, 1)
-        )
-        calls: dict[str, Callable[..., Tensor]] = {
-            "lists": partial(block_sparse_attention, layout=layout),  # type: ignore[dict-item]
-            "gather": partial(gather, chosen=chosen),
-            "dense": _dense,
-        }
-        parameters = {
-            "seq_len": seq_len, "keys": number, "heads": HEADS // 2, "kv_heads": 1, "head_dim": HEAD_DIM,
-            "block_size": 1, "lists": "drawn uniformly",
-        }  # fmt: skip
-        with torch.no_grad():
-            found, expected = (calls[name](q, k, v).double() for name in ("lists", "gather"))
-        difference = float((found - expected).norm() / expected.norm())
-        yield Row("lists of tokens: relative difference from a gather", parameters, difference, "", bar=3e-6)
-        work = {name: trained(call, (q, k, v)) for name, call in calls.items()}
-        rounds = measure.interleave(work, seconds=budget, device=device, least=2)
-        for rival, bar in TOKEN_BARS.items():
-            for phase in PHASES:
-                most, title = bar if number == 2048 else None, f"lists of tokens, {phase}: time over {rival}"
-                yield over(rounds, "lists", rival, phase, parameters, title, bar=most)
-
-    return Step(f"lists of {number:,} of {seq_len:,} tokens", run)
+    torch.manual_seed(0)
+    kept = torch.randperm(seq_len, device=device)[:number]
+    chosen = (kept + torch.randint(seq_len, (seq_len, 1), device=device)) % seq_len
+    layout = BlockLayout.from_topk(chosen)
+    q, k, v = (
+        torch.randn(1, seq_len, heads, HEAD_DIM, device=device, requires_grad=True) for heads in (HEADS // 2, 1, 1)
+    )
+    calls: dict[str, Callable[..., Tensor]] = {
+        "lists": partial(block_sparse_attention, layout=layout),  # type: ignore[dict-item]
+        "gather": partial(gather, chosen=chosen),
+        "dense": _dense,
+    }
+    parameters = {
+        "seq_len": seq_len, "keys": number, "heads": HEADS // 2, "kv_heads": 1, "head_dim": HEAD_DIM,
+        "block_size": 1, "lists": "drawn uniformly",
+    }  # fmt: skip
+    with torch.no_grad():
+        found, expected = (calls[name](q, k, v).double() for name in ("lists", "gather"))
+    difference = float((found - expected).norm() / expected.norm())
+    yield Row("lists of tokens: relative difference from a gather", parameters, difference, "", bar=3e-6)
+    work = {name: trained(call, (q, k, v)) for name, call in calls.items()}
+    rounds = measure.interleave(work, seconds=budget, device=device, least=2)
+    for rival, bar in TOKEN_BARS.items():
+        for phase in PHASES:
+            most, title = bar if number == 2048 else None, f"lists of tokens, {phase}: time over {rival}"
+            yield over(rounds, "lists", rival, phase, parameters, title, bar=most)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
