@@ -118,7 +118,8 @@ def test_context_parallel(tmp_path):
     assert len(re.findall(r"step \d: \d", text)) == 3
 
 
-@pytest.mark.parametrize("context", [pytest.param("1", marks=pytest.mark.thorough), "2"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("context", ["1", "2"])
 def test_context_parallel_fsdp2(context, tmp_path):
     (tmp_path / "run.py").write_text(THEN_NO_END)
     text = torchrun(2, tmp_path / "run.py", FOLDER / "context_parallel_fsdp2.py", context)
