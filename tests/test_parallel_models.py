@@ -664,6 +664,23 @@ def test_what_is_sharded_by_pytorch():
     processes.run(2, sharded_arguments)
 
 
+def drawn_after_sharding() -> list[float]:
+    """Return the standard deviations of the rows of query, key and value, drawn in a model that FSDP2 has sharded."""
+    with torch.device("meta"):
+        model = LongNetLM(config(vocab_size=31, embed_dim=256, num_layers=3, num_kv_heads=4, sub_ln=True))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.to_empty(device="cpu").reset_parameters()
+    parts = model.blocks[0].attention.input.weight.detach().full_tensor().split(256)
+    return [float(part.std()) for part in parts]
+
+
+def test_parameters_drawn_after_sharding():
+    xavier = (2 / 512) ** 0.5
+    for found in processes.run(2, drawn_after_sharding):
+        assert found == pytest.approx([xavier, xavier, xavier * np.log(6) ** 0.5], rel=0.02)
+
+
 def windowed_model() -> tuple[float, bool]:
     """Return how far a model's loss over the mesh is from one device's, and whether it writes the same tokens."""
     torch.manual_seed(0)

@@ -44,6 +44,15 @@ def require_one_device(model: nn.Module, mesh: Any) -> None:
         )
 
 
+@torch.no_grad()
+def _draw_parts(weight: Tensor, rows: Sequence[int], gains: Sequence[float]) -> None:
+    """Draw each run of rows of a weight as a matrix of its own, Xavier normal with its gain."""
+    parts = weight.split(list(rows))
+    for part, gain in zip(parts, gains, strict=True):
+        nn.init.xavier_normal_(part, gain)
+    weight.copy_(torch.cat(parts))  # under FSDP2 parts are copies
+
+
 Places = tuple[Tensor, Tensor]
 """(positions, origins): the position of every token, and the middle of its sample, from which xPos counts."""
 
@@ -138,14 +147,14 @@ class LongNetStack(Pretrained):
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
             attention, cross = block.attention, block.cross_attention
-            parts = attention.input.weight.split([heads * attention.head_dim for heads in attention.heads])
-            for weight, gain in zip(parts, (1.0, 1.0, self.gain), strict=True):
-                nn.init.xavier_normal_(weight, gain)
+            rows = [heads * attention.head_dim for heads in attention.heads]
+            _draw_parts(attention.input.weight, rows, (1.0, 1.0, self.gain))
             for name in ("attention.output.weight", "mlp.0.weight", "mlp.2.weight"):
                 nn.init.xavier_normal_(block.get_parameter(name), self.gain)
             if cross is not None:
-                for weight in (cross.input.weight, *cross.source.weight.chunk(2), cross.output.weight):
-                    nn.init.xavier_normal_(weight)
+                nn.init.xavier_normal_(cross.input.weight)
+                _draw_parts(cross.source.weight, [cross.source.out_features // 2] * 2, (1.0, 1.0))
+                nn.init.xavier_normal_(cross.output.weight)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Take inputs as shards over `mesh`, or whole if None.
