@@ -624,7 +624,7 @@ def many_descriptions():
 
 
 def test_a_link_holds_little_after_calls_of_many_lengths() -> None:
-    """As with packed samples, whose edges differ in every step."""
+    """Packed samples make such calls: their edges differ in every step."""
     assert processes.run(1, many_descriptions)[0] < 64e6
 
 

@@ -70,8 +70,8 @@ def plot_counts(
 
 
 def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None = None) -> Axes:
-    """Draw the pairs that strided groups show (`plan.StridedGroup`, which this module must not import). Of a group's
-    rows, at most about eight per pixel are drawn, for all that share the pixel."""
+    """Draw the pairs that strided groups show (`plan.StridedGroup`, which this module must not import). At most about
+    eight rows of a group per pixel are drawn; they stand for all that share the pixel."""
     side = min(seq_len, PIXELS)
     image = np.zeros((side, side))
     edges = -(-np.arange(side + 1) * seq_len // side)

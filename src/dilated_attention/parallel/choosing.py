@@ -18,7 +18,7 @@ from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
 
 _FACTS = ("batch", "lists per KV head", "seq_len", "q_block", "k_block", "is_causal")
-"""What the layouts of all ranks must have in common to be joined."""
+"""The facts that the layouts of all ranks must share to be joined."""
 
 
 @torch.no_grad()
