@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -165,13 +165,27 @@ def save_recall_and_context(
 
 
 def save_pattern(path: Path, name: str, pattern: Dilated, seq_len: int, num_heads: int) -> None:
-    """Draw which keys each query sees in a causal call, for the first 4 heads at most. name: begins the title."""
+    """Draw which keys each query sees in a causal call: one square per (query, key), for the first 4 heads at most.
+
+    A pattern for more than 64 tokens is drawn over 64, with its segments shortened accordingly, its rates as they are.
+    name: begins the title.
+    """
+    tokens = min(64, seq_len)
+    lengths = tuple(
+        max(rate, round(length * tokens / seq_len))
+        for length, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
+    )
+    drawn = replace(pattern, segment_lengths=lengths)
     heads = min(num_heads, 4)
     figure = Figure(figsize=(2.6 * heads + 0.8, 3.6), layout="constrained")
     for head, axes in enumerate(figure.subplots(1, heads, squeeze=False)[0]):
-        pattern.plot(seq_len, head, axes, num_heads=num_heads, is_causal=True)
+        drawn.plot(tokens, head, axes, num_heads=num_heads, is_causal=True)
+        axes.set_xticks(range(0, tokens, max(1, tokens // 4)))
+        axes.set_yticks(range(0, tokens, max(1, tokens // 4)))
         if head:
             axes.set_ylabel("")
-    lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
-    figure.suptitle(f"{name}: segments {lengths}, rates {rates}, {seq_len:,} tokens", fontsize=9)
+    title = f"{name}: segments {list(lengths)}, rates {list(pattern.dilation_rates)}"
+    if lengths != pattern.segment_lengths:
+        title += f", for {list(pattern.segment_lengths)} at {seq_len:,} tokens"
+    figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=150)
