@@ -259,7 +259,7 @@ def texts(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            ("add_parser", "add_argument", "_plain", "_option")
+            ("add_parser", "add_argument", "_plain", "option", "flag")
         ):
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

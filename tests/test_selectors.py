@@ -72,6 +72,8 @@ def test_mapped_tensors_are_refused(choose):
     q = torch.randn(2, 1, 64, 2, 8)
     with pytest.raises(UnsupportedError, match=f"{choose.__name__} under torch.func.vmap.*part of the batch"):
         torch.func.vmap(lambda q: choose(q, q, 0.5, block_size=16).counts)(q)
+    with pytest.raises(UnsupportedError, match=f"{choose.__name__} under torch.func.vmap.*part of the batch"):
+        torch.func.vmap(torch.func.grad(lambda q: (q * choose(q, q, 0.5, block_size=16).nnz).sum()))(q)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

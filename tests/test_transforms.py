@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 from dilated_attention import BlockLayout, Dilated, UnsupportedError, attention, dilated_attention
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.table import BACKENDS
-from dilated_attention.nn import MultiheadDilatedAttention
+from dilated_attention.nn import BlockAttentionMixture, MultiheadDilatedAttention, NativeSparseAttention
 from tolerances import TOLERANCE, relative_error
 
 F64 = {"dtype": torch.float64}
@@ -227,6 +227,48 @@ def test_what_vmap_refuses():
 
 def module(**options) -> MultiheadDilatedAttention:
     return MultiheadDilatedAttention(16, 4, **NESTED, **options)
+
+
+def gradients_per_sample(model, x, *more):
+    """The gradients of a module's parameters for each sample of x, by vmap of grad and one after another."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, *given):
+        out = functional_call(model, parameters, given)
+        return (out[0] if isinstance(out, tuple) else out).sin().sum()
+
+    run = grad(loss)
+    given = [x[:, None], *more]
+    each = [run(parameters, *(y[i] for y in given)) for i in range(len(x))]
+    return vmap(run, (None, *[0] * len(given)))(parameters, *given), each
+
+
+def test_gradients_per_sample_with_a_floating_mask():
+    x, hidden = torch.randn(3, 17, 16, **F64), torch.arange(17) >= torch.tensor([[17], [5], [1]])
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **F64)
+    layer.self_attn = module(**F64)
+    mask = torch.zeros(3, 1, 17, **F64).masked_fill(hidden[:, None], -torch.inf)
+    found, each = gradients_per_sample(_Masked(layer), x, mask)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, torch.stack([x[name] for x in each]), rtol=0, atol=1e-12)
+    with pytest.raises(UnsupportedError, match="may hold 0 and -inf only"):
+        gradients_per_sample(_Masked(layer), x, torch.where(hidden[:, None], 0.5, mask))
+
+
+class _Masked(nn.Module):
+    def __init__(self, layer: nn.TransformerEncoderLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, mask):
+        return self.layer(x, src_key_padding_mask=mask)
+
+
+@pytest.mark.parametrize("make", [BlockAttentionMixture, NativeSparseAttention])
+def test_gradients_per_sample_of_what_selects(make):
+    layer = make(16, 4, block_size=16, query_block=4)
+    with pytest.raises(UnsupportedError, match=f"{make.__name__} under torch.func.vmap.*part of the batch"):
+        gradients_per_sample(layer, torch.randn(3, 40, 16))
 
 
 @pytest.mark.parametrize(("pattern", "backend"), [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.torch_internals import in_torch_func, observed
+from dilated_attention.torch_internals import in_torch_func, is_mapped, observed
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 MANY_HEADS = 256
@@ -113,6 +113,15 @@ def _integer_tensor(name: str, values: Any, wanted: str, number: int | None = No
     if not fits or values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name} must hold {wanted}; got {values.dtype} of shape {tuple(values.shape)}")
     return values
+
+
+def not_mapped(what: str, *tensors: Any) -> None:
+    """Raise UnsupportedError if `torch.func.vmap` maps one of the tensors, whose values `what` reads."""
+    if any(isinstance(x, Tensor) and is_mapped(x) for x in tensors):
+        raise UnsupportedError(
+            f"{what} under torch.func.vmap: it reads values, which vmap hides; give the mapped dimension as part of "
+            "the batch"
+        )
 
 
 def samples(seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[tuple[slice, slice]]:

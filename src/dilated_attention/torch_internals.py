@@ -92,7 +92,17 @@ def in_torch_func() -> bool:
 
 def is_mapped(x: Tensor) -> bool:
     """Return whether `torch.func.vmap` maps a tensor: its values differ between elements, and cannot be read."""
+    # In vmap of grad, grad has wrapped it once more. (Compiled graphs know is_batchedtensor alone.)
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
     return torch._C._functorch.is_batchedtensor(x)
+
+
+def of_all_elements(x: Tensor) -> Tensor:
+    """Return what torch.func has wrapped: its values can be read, and a dimension that vmap maps is one of its own."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def in_forward_mode() -> bool:

@@ -60,6 +60,7 @@ def attention_weights(
             f"compat={pattern.compat!r}: a part of each row's weight lies on padding that the matrix has no column "
             f"for; use {without_padding(pattern)!r}, whose weights are those without padding"
         )
+    checks.not_mapped("attention_weights", q, k)
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     with torch.autocast(device, enabled=False):
         _, lse = attention(

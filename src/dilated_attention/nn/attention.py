@@ -19,7 +19,7 @@ from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.patterns import Dilated, LayoutOfLength, Product, pattern_for
-from dilated_attention.torch_internals import require_when_run
+from dilated_attention.torch_internals import of_all_elements, require_when_run
 from dilated_attention.weights import attention_weights
 
 _MANY = 128
@@ -518,5 +518,5 @@ def _require(condition: Tensor, message: str) -> None:
     RuntimeError instead."""
     if torch.compiler.is_compiling():
         require_when_run(condition, message)
-    elif not condition:
+    elif not of_all_elements(condition).all():
         raise UnsupportedError(message)

@@ -416,6 +416,7 @@ class SelectingAttention(nn.Module):
         """
         if torch.compiler.is_compiling() and self.mesh is None and cache is None:
             return self.choice.in_graph(q, key)
+        checks.not_mapped(type(self).__name__, q, key)
         choice, start, first = self.choice, edges[rank], -edges[rank] % self.query_block
         lists = (key if choice.per_kv_head else q).shape[2]
         chosen = torch.empty(len(q), lists, 0, 0, dtype=torch.int64, device=q.device)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid
 from dilated_attention.routing.grid import candidates
-from dilated_attention.torch_internals import constant_when_traced, fixed, is_mapped, taken_as_true
+from dilated_attention.torch_internals import constant_when_traced, fixed, taken_as_true
 
 Choose = Callable[..., BlockLayout]
 
@@ -59,12 +58,7 @@ def selector(choose: Choose) -> Choose:
         bound.apply_defaults()
         given = bound.arguments
         q, k = given.pop("q"), given.pop("k")
-        for x in (q, k):
-            if isinstance(x, Tensor) and is_mapped(x):
-                raise UnsupportedError(
-                    f"{choose.__name__} under torch.func.vmap: it reads values, which vmap hides; give the mapped "
-                    "dimension as part of the batch"
-                )
+        checks.not_mapped(choose.__name__, q, k)
         if not all(isinstance(x, Tensor) and x.ndim == 4 and not x.is_meta for x in (q, k)):
             return choose(q, k, **given)  # which says what is wrong
         if key_padding_mask is not None and not (lengths is cu_seqlens is None):
