@@ -75,6 +75,7 @@ from dilated_attention.nn import (
     NativeSparseAttention,
     SelectionCache,
 )
+from dilated_attention.patterns import Sum
 from dilated_attention.routing import PageBounds
 from dilated_attention_lab.commands import main, train
 from dilated_attention_lab.conversion import convert
@@ -259,7 +260,7 @@ def texts(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            ("add_parser", "add_argument", "_plain", "option", "flag")
+            ("add_parser", "add_argument", "option", "flag")
         ):
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -507,6 +508,14 @@ def _(told, _):
 
 
 # ---- patterns
+
+
+@remedy("give the pattern alone")
+def _(told):
+    q, k, v = tensors()
+    with told():
+        Sum([PATTERN])
+    same(attention(q, k, v, PATTERN), oracle(q, k, v))
 
 
 @remedy("give at least one branch, such as segment_lengths=[2048]")
@@ -814,6 +823,16 @@ def _(told):
         BlockLayout.stack([])
     layout, tensors_ = BlockLayout.local(16, 4, 4), tensors(batch=2)
     same(attention(*tensors_, BlockLayout.stack([layout] * 2)), oracle(*tensors_, layout))
+
+
+@remedy("Every rank must pass the same selector with the same options", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors()
+    mine, choose = [shard(x, mesh) for x in (q, k, v)], partial(routing.topk_blocks, density=0.5, block_size=4)
+    with told():
+        parallel.choose_blocks(partial(choose, block_size=4 + 4 * dist.get_rank(mesh)), *mine[:2], mesh)
+    layout = parallel.choose_blocks(choose, *mine[:2], mesh)
+    same(whole(attention(*mine, layout, mesh=mesh), mesh), oracle(q, k, v, choose(q, k)))
 
 
 @remedy("make one call per sample, each with its layout", ON_TWO_RANKS)
@@ -1719,6 +1738,18 @@ def _(told):
     model, tokens = transformers.LlavaForConditionalGeneration(config).eval(), _tokens()
     found = model(input_ids=tokens).logits
     same(huggingface.dilate(model, [8], [1])(input_ids=tokens).logits, found)
+
+
+@remedy("choose full layers, or leave the model as it is")
+def _(told):
+    from transformers_families import build
+
+    model, tokens = build("gemma3", huggingface.NAME), _tokens()
+    every = partial(routing.topk_blocks, density=1.0, block_size=8)
+    expected = model(input_ids=tokens).logits
+    with told():
+        huggingface.sparsify(model, every, layers=[0])
+    same(huggingface.sparsify(model, every, layers=[1], first=0)(input_ids=tokens).logits, expected)
 
 
 @remedy("make the model without replace_attention for them")
