@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.errors import UnsupportedError
@@ -406,6 +407,24 @@ def test_gradient_checkpointing_changes_nothing_but_what_is_kept(ragged):
     for first, second in zip(*gradients, strict=True):
         torch.testing.assert_close(first, second)
     assert kept[1] < kept[0] / 5
+
+
+@pytest.mark.parametrize("name", ["small", *SELECTING])
+def test_stages_of_a_pipeline(name):
+    """torch.distributed.pipelining exports a model and runs the halves of the program."""
+    config = dataclasses.replace(SELECTING.get(name, SMALL), num_layers=2, tie_embeddings=False)
+    model, tokens = LongNetLM(config), torch.randint(config.vocab_size, (2, 40))
+    expected = model(tokens)
+    wanted = torch.autograd.grad(expected.sin().sum(), list(model.parameters()))
+    split = {"blocks.1": pipelining.SplitPoint.BEGINNING}
+    pipe = pipelining.pipeline(model, mb_args=(tokens,), split_spec=split)
+    first, second = (pipe.get_stage_module(i) for i in range(2))
+    out = second(*first(tokens))  # x and the rotary tables
+    torch.testing.assert_close(out, expected)
+    out.sin().sum().backward()
+    found = dict([*first.named_parameters(), *second.named_parameters()])
+    for (place, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(found[place].grad, gradient)
 
 
 def test_magneto_initialisation():

@@ -145,6 +145,33 @@ for family in families:
     )
 
 
+def test_checkpointing_in_a_compiled_graph(compiling_python):
+    """BERT gives its layers the mask by position, so that the compiler sees it as an argument of the checkpoint."""
+    compiling_python(
+        _TRACED
+        + """
+from dilated_attention.integrations.huggingface import dilate
+from transformers import BertConfig, BertModel
+
+sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+dropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+config = BertConfig(vocab_size=97, attn_implementation="dilated_attention", **sizes, **dropped)
+for dilated in (False, True):
+    model = BertModel(config, add_pooling_layer=False)
+    model = dilate(model, [8, 64], [1, 2]) if dilated else model
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = []
+    for call in (model, compiled):
+        model.zero_grad()
+        call(input_ids=tokens, attention_mask=masks[1], use_cache=False)[0][masks[1].bool()].sin().sum().backward()
+        found.append([x.grad.clone() for x in model.parameters()])
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(*found)
+"""
+    )
+
+
 @some_families("modernbert", "mistral", "gemma3", "llama4")
 def test_exports(families, compiling_python):
     """A program exported with one mask computes the model with another; the number of tokens is fixed."""

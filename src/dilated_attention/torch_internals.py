@@ -27,6 +27,9 @@ BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 unobserved: Any = torch.utils._python_dispatch._disable_current_modes
 """A context in which no dispatch mode sees operators, so that new tensors hold numbers while torch.export traces."""
 
+without_overrides: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which no argument's `__torch_function__` is asked."""
+
 taken_as_true: Any = torch._check
 """A function that tells a graph's compiler what holds of a number that it does not know."""
 

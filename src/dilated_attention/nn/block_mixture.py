@@ -113,11 +113,10 @@ class BlockAttentionMixture(SelectingAttention):
         assert isinstance(out, Tensor)
         return self.output(out.flatten(-2))
 
-    @torch.no_grad()
     def _means(self, k: Tensor) -> Tensor:
-        """Return the mean key of each whole block of k, in at least single precision.
+        """Return the mean key of each whole block of k, in at least single precision and without gradient.
 
         Over a mesh, k has 0 at the tokens of other ranks, and the ranks' results are then added.
         """
         dtype = torch.promote_types(k.dtype, torch.float32)
-        return in_whole_blocks(k, self.block_size, self.block_size).mean(-1, dtype=dtype)
+        return in_whole_blocks(k.detach(), self.block_size, self.block_size).mean(-1, dtype=dtype)
