@@ -84,7 +84,7 @@ def test_batches_of_packed_samples_over_a_mesh_are_forgotten():
     try:
         for step in range(300):
             edges = range(step << 20, (step << 20) + 1_000)
-            operators._read((*branches, 2, 0, 1_000, len(edges), *edges, 0), 1, True)
+            operators._read((*branches, 2, 0, 1_000, len(edges), *edges, 0, 2, 64, 64), 1, True)
         assert tracemalloc.get_traced_memory()[0] < 6 << 20  # 300 of them: 14 MiB
     finally:
         tracemalloc.stop()

@@ -1,7 +1,8 @@
 """Compute block-sparse attention with PyTorch's fused operators.
 
 A group is the query blocks that see equally many key blocks. A call computes some of its rows, with gathered keys and
-values. The groups' results are merged, so the softmax runs over whole rows. No Python loop runs over blocks.
+values, or views of them where the lists form a window. The groups' results are merged, so the softmax runs over whole
+rows. No Python loop runs over blocks.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Group:
         keys: (R, m) the key blocks that each query block sees.
         q_tokens, k_tokens: tokens per query block and per key block; the block size, or the length of the last block.
         masked: the diagonal cuts the key blocks.
+        window: (first, step) if row t of every head sees the m consecutive key blocks from first + t * step on, as in a
+            window; else None.
     """
 
     rows: Tensor
@@ -40,10 +43,12 @@ class Group:
     q_tokens: int
     k_tokens: int
     masked: bool
+    window: tuple[int, int] | None
 
-    def part(self, rows: slice) -> Group:
-        heads = None if self.heads is None else self.heads[rows]
-        return replace(self, rows=self.rows[rows], heads=heads, keys=self.keys[rows])
+    def part(self, start: int, stop: int) -> Group:
+        heads = None if self.heads is None else self.heads[start:stop]
+        window = None if self.window is None else (self.window[0] + start * self.window[1], self.window[1])
+        return replace(self, rows=self.rows[start:stop], heads=heads, keys=self.keys[start:stop], window=window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +88,14 @@ def _sorted(layout: BlockLayout, batch: int) -> Iterator[Group]:
                     of_count = counts == count
                     entries = begin[of_count][:, None] + torch.arange(count, device=lane.device)
                     row, head = lane[of_count] % blocks, lane[of_count] // blocks if heads > 1 else None
-                    yield Group(row, head, keys[chosen][entries], q_tokens, k_tokens, cut)
+                    listed = keys[chosen][entries]
+                    yield Group(row, head, listed, q_tokens, k_tokens, cut, None if heads > 1 else _window(listed))
+
+
+def _window(keys: Tensor) -> tuple[int, int] | None:
+    step = int(keys[1, 0] - keys[0, 0]) if len(keys) > 1 else 0
+    moved = bool((keys[:, 0].diff() == step).all()) and step >= 0
+    return (int(keys[0, 0]), step) if moved and bool((keys.diff(dim=1) == 1).all()) else None
 
 
 @dataclass(frozen=True)
@@ -114,12 +126,13 @@ def calls_of(layout: BlockLayout) -> tuple[Calls, ...]:
 @dataclass(frozen=True)
 class BlockRows:
     """Locate the first `tokens` tokens of the blocks `ids` (R, m), of `block` tokens each, in tensors (seq, heads,
-    ...): row r of head heads[r], or of every head if `heads` is None."""
+    ...): row r of head heads[r], or of every head if `heads` is None. `window`: as in `Group`."""
 
     block: int
     tokens: int
     ids: Tensor
     heads: Tensor | None
+    window: tuple[int, int] | None = None
 
     def _view(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return a view of x and indices (R * m,); view[index] is a block, (tokens, ...).
@@ -140,7 +153,12 @@ class BlockRows:
         return x.as_strided((last + 1, *size), (1, *stride), x.storage_offset()), start.flatten()
 
     def take(self, x: Tensor) -> Tensor:
-        """Copy the rows of x: (R, heads or 1, m * tokens, ...)."""
+        """Return the rows of x, (R, heads or 1, m * tokens, ...): a view if they form a window, else a copy."""
+        if self.window is not None:
+            (first, step), (token, head, *rest) = self.window, x.stride()
+            size = (len(self.ids), x.shape[1], self.ids.shape[1] * self.tokens, *x.shape[2:])
+            offset = x.storage_offset() + first * self.block * token
+            return x.as_strided(size, (step * self.block * token, head, token, *rest), offset)
         view, start = self._view(x)
         taken = view.index_select(0, start).unflatten(0, self.ids.shape).flatten(1, 2)
         return taken.transpose(1, 2) if self.heads is None else taken.unsqueeze(1)
@@ -190,9 +208,9 @@ def _calls(layout: BlockLayout, scores: Scores, tensors: list[Any], copies: int)
             for head in range(0, q.shape[1], some):
                 views: list[Any] = [None if x is None else x[:, head : head + some] for x in whole]
                 for row in range(0, len(group.rows), rows):
-                    part = group.part(slice(row, row + rows))
+                    part = group.part(row, row + rows)
                     queries = BlockRows(layout.q_block, part.q_tokens, part.rows[:, None], part.heads)
-                    keys = BlockRows(layout.k_block, part.k_tokens, part.keys, part.heads)
+                    keys = BlockRows(layout.k_block, part.k_tokens, part.keys, part.heads, part.window)
                     # If block sizes agree, a row's only key block on the diagonal is its query block.
                     causal = group.masked and layout.q_block == layout.k_block
                     bias = score_bias(layout, part, keys, key_bias, q.dtype, diagonal=group.masked and not causal)
