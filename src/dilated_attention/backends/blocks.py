@@ -82,14 +82,15 @@ def _sorted(layout: BlockLayout, batch: int) -> Iterator[Group]:
         for is_last_key, k_tokens in ((False, layout.k_block), (True, k_tail)):
             for cut in (True, False):
                 chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
-                lane, counts = lanes[chosen].unique_consecutive(return_counts=True)
+                key, (lane, counts) = keys[chosen], lanes[chosen].unique_consecutive(return_counts=True)
                 begin = counts.cumsum(0) - counts
                 for count in counts.unique().tolist():
                     of_count = counts == count
                     entries = begin[of_count][:, None] + torch.arange(count, device=lane.device)
                     row, head = lane[of_count] % blocks, lane[of_count] // blocks if heads > 1 else None
-                    listed = keys[chosen][entries]
-                    yield Group(row, head, listed, q_tokens, k_tokens, cut, None if heads > 1 else _window(listed))
+                    listed = key[entries]
+                    window = None if heads > 1 else _window(listed)
+                    yield Group(row, head, listed, q_tokens, k_tokens, cut, window)
 
 
 def _window(keys: Tensor) -> tuple[int, int] | None:
