@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dilated_attention import BackendError, Dilated, attention, explain, plan_cache
-from dilated_attention.backends import native, table, triton
+from dilated_attention.backends import cpu, native, table, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.table import BACKENDS, Backend
 
@@ -102,6 +102,23 @@ def test_auto_says_what_it_passes_by(monkeypatch):
         assert "not shown right on sm_80 yet" in why
         assert "info --check" in why
         assert rule.native in why
+
+
+class Symbol(int):
+    """A number as torch.compile has it, which makes a graph for each value that it writes out."""
+
+    def __format__(self, spec):
+        raise AssertionError("written out")
+
+
+def test_a_choice_writes_out_no_number_of_a_graph(monkeypatch):
+    monkeypatch.setattr(cpu, "least_keys", lambda dtype, head_dim: 24)
+    monkeypatch.setattr(triton, "RIGHT", {"sm_90"})
+    monkeypatch.setattr(triton, "RULES", [replace(triton.RULES[-1], least={"sm_90": 1000})])
+    monkeypatch.setattr(triton, "architecture", lambda device: "sm_90")
+    for name, device in (("cpu", "cpu"), ("triton", "cuda")):
+        facts = Facts(torch.device(device), torch.float32, seq_len=Symbol(16), work=Symbol(16), keys=Symbol(16))
+        assert "native is faster" in BACKENDS[name].on_request(facts)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -462,8 +462,10 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
         import inspect
         import torch
         from torch._dynamo.testing import CompileCounterWithBackend
+        from dilated_attention.backends import cpu
         from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention
 
+        cpu.least_keys = lambda dtype, head_dim: 24  # as with AVX-512
         torch.manual_seed(0)
         shared = {"block_size": 16, "query_block": 4}
         sizes = {"compress_block": 8, "compress_stride": 4, "num_selected": 3, "window": 8, **shared}
@@ -489,7 +491,7 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
             program = torch.export.export(module, (x,), **(any_length if exports_any else {})).module()
             for shape in ((1, 32), (3, 1500), (2, 47)) if exports_any else [(2, 47)]:
                 x = torch.randn(*shape, 32)
-                assert torch.equal(program(x), module(x))
+                torch.testing.assert_close(program(x), module(x))  # short calls may get another backend
         """
     )
 

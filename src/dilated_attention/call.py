@@ -7,6 +7,7 @@ and `execution` (one device) or `parallel.over_mesh` (several ranks) runs it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -537,8 +538,9 @@ def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: 
     # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
     pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
     shown = min(keys, q.shape[1]) if branches.bands else sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
-    widest = max(q.shape[3], v.shape[3])
-    return Facts(q.device, q.dtype, widest, q.shape[1], needs, q.numel() * shown, over_ranks, keys)
+    # A graph of torch.export serves any length: it gets the backend for long ones.
+    keys, work = [sys.maxsize if is_symbol(number) else number for number in (keys, q.numel() * shown)]
+    return Facts(q.device, q.dtype, max(q.shape[3], v.shape[3]), q.shape[1], needs, work, over_ranks, keys)
 
 
 def _keys(branches: Branches) -> int:
