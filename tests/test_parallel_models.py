@@ -234,16 +234,22 @@ def test_generation_over_a_mesh(size: int) -> None:
     processes.run(size, generation)
 
 
-def generation_apart():
-    """Ranks that continue different prompts, or by different numbers of tokens; then one leaves in the middle."""
+def apart():
+    """Ranks that continue different prompts, by different numbers, or train on different tokens; then one leaves."""
     torch.manual_seed(0)
     rank, mesh = dist.get_rank(), dist.group.WORLD
     model = LongNetLM(LongNetConfig(embed_dim=16, num_layers=1, num_heads=2, pattern=Dilated((8, 64), (1, 2)))).eval()
     set_context_parallel(model, mesh)
     tokens, messages = torch.arange(12)[None], []
-    for prompt, steps in ((tokens + (rank == 1), 4), (tokens, 4 + (rank == 1))):
+    other = tokens + (rank == 1)
+    for call in (
+        lambda: model.generate(other, 4),
+        lambda: model.generate(tokens, 4 + (rank == 1)),
+        lambda: model.loss(other),
+        lambda: model.loss(tokens, lengths=[12 - (rank == 1)]),
+    ):
         with pytest.raises(ValueError, match="rank 1 has") as caught:
-            model.generate(prompt, steps)
+            call()
         messages.append(str(caught.value))
     stream = model.stream(tokens, 4)
     next(stream)
@@ -255,12 +261,14 @@ def generation_apart():
     return [*messages, str(lost.value)]
 
 
-def test_ranks_that_generate_apart_are_told() -> None:
-    kind, messages = processes.World(2, generation_apart, timeout=3.0).outcomes(30, [0])[0]
+def test_ranks_that_call_a_model_apart_are_told() -> None:
+    kind, messages = processes.World(2, apart, timeout=3.0).outcomes(30, [0])[0]
     assert kind == "result", messages
     assert "rank 1 has tokens=(1, 12) " in messages[0]
     assert "rank 1 has max_len=17, elsewhere max_len=16" in messages[1]
-    assert "no word within 1 s from rank 1" in messages[2]
+    assert "rank 1 has tokens=(1, 12) " in messages[2]
+    assert "rank 1 has counts=[10], elsewhere counts=[11]" in messages[3]
+    assert "no word within 1 s from rank 1" in messages[4]
 
 
 @pytest.mark.parametrize("size", [2, 3])

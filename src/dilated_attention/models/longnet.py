@@ -254,15 +254,16 @@ class LongNetLM(LongNetStack):
         equals the gradient on one device (see `parallel.cp_mean`).
 
         Raises:
-            ValueError: no sample has two tokens.
+            ValueError: no sample has two tokens, or the ranks of a mesh pass different tokens.
         """
         require_tokens(tokens)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
         if not targets.numel():
             raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
         if self.mesh is not None:
-            if lengths is not None:
-                counts = [n - 1 for n in self._two_tokens(lengths, tokens)]
+            counts = None if lengths is None else [n - 1 for n in self._two_tokens(lengths, tokens)]
+            require_same("loss", self.mesh, tokens, counts=counts)
+            if counts is not None:
                 targets = targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100)
             shard, own = shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh)
             logits = self(shard, seq_len=inputs.shape[1])
