@@ -64,8 +64,9 @@ def estimated_shares(x: Sample, grid: Candidates) -> Iterator[tuple[slice, Tenso
         yield slice(0, skipped), grid.by_list(share)
     for at, share in shares(x, seen, grid.columns):
         share = grid.by_list(share)
-        first = at.start + skipped if at.start else 0
-        yield slice(first, at.stop + skipped), F.pad(share, (0, 0, at.stop + skipped - first - share.shape[2], 0))
+        if skipped and at.start == 0:
+            share = F.pad(share, (0, 0, skipped, 0))
+        yield slice(at.stop + skipped - share.shape[2], at.stop + skipped), share
 
 
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
@@ -187,7 +188,9 @@ def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
     query, weight = pooled_queries(q, grid)
     # The peaks of a key block score highest along its direction, the mean query of each KV head. When causal, it is the
     # mean over the query blocks up to the first one that may choose the key block. (B, columns or 1, kv_heads, D)
-    rows = torch.einsum("biahd,ia->bihd", query, weight * grid.scale).unflatten(2, (k.shape[2], -1)).mean(3)
+    rows = (
+        ((weight * grid.scale)[:, None] @ query.flatten(3)).view(len(q), grid.rows, k.shape[2], -1, k.shape[3]).mean(3)
+    )
     if grid.is_causal:
         so_far = rows.cumsum(1) / torch.arange(1, grid.rows + 1, device=grid.device)[:, None, None]
         direction = so_far[:, grid.first_chooser]

@@ -48,8 +48,8 @@ class Forecast:
         sampled, self.sampled, may = grid.once("sampled", _sampled)
         seen = grid.by_list(sampled_shares(q, k, sampled, grid))
         self.seen = seen.masked_fill_(~may, 0.0)
-        prior = seen.new_tensor(FORECAST_PRIOR).log() / FORECAST_RATE
-        self.held = prior.repeat(*seen.shape[:2], 1)
+        prior = [math.log(weight) / FORECAST_RATE for weight in FORECAST_PRIOR]
+        self.held = seen.new_tensor(prior).repeat(*seen.shape[:2], 1)
 
     def __call__(self, at: slice, share: Tensor, counts: Tensor) -> Tensor:
         """Return the forecast shares of the rows (query blocks) `at`, and update the weights. `share`, (B, H, rows,
@@ -106,7 +106,7 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)
     tokens, seen, weight, logarithm = grid.once(("tokens", tuple(sampled)), lambda grid: _tokens(grid, sampled, stride))
-    query = q[:, tokens.flatten()].unflatten(1, tokens.shape)
+    query = q.index_select(1, tokens.flatten()).unflatten(1, tokens.shape)
     found = [torch.zeros(batch, heads, 0, grid.columns, dtype=grid.dtype, device=q.device)]
     for group, start in enumerate(range(0, len(tokens), FORECAST_GROUP)):
         at = slice(start, start + FORECAST_GROUP)
