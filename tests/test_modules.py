@@ -328,6 +328,18 @@ def test_a_pattern_of_the_length():
     same(module(*half), attention(q[:, :10], k[:, :10], v[:, :10], BlockLayout.local(10, 6, 4)))
 
 
+def test_a_pattern_of_the_length_gives_each_sample_its_own():
+    def last(tokens: int) -> BlockLayout:  # every block sees the last one, which no layout of other tokens shows
+        blocks = -(-tokens // 4)
+        return BlockLayout.from_mask(torch.arange(blocks).expand(blocks, -1) == blocks - 1, tokens, 4)
+
+    packed = torch.randn(3, 1, 20, 4, 8, **F64)
+    module = DilatedAttention(pattern=last)
+    alone = [module(*packed[:, :, start:stop]) for start, stop in ((0, 7), (7, 20))]
+    same(module(*packed, cu_seqlens=torch.tensor([0, 7, 20])), torch.cat(alone, 1))
+    same(module(*packed, lengths=torch.tensor([7]))[:, :7], alone[0])
+
+
 @pytest.mark.parametrize("more", [COVER, {"offsets": "head_block"}, {"head_groups": True}, {"compat": "torchscale"}])
 def test_a_pattern_holds_its_own_options(more, unchecked):
     for kind in (DilatedAttention, partial(MultiheadDilatedAttention, 8, 4)):

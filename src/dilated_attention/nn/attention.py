@@ -37,8 +37,8 @@ class DilatedAttention(nn.Module):
         mesh, transport: as in `attention`: seq is sharded over the mesh. If shards are uneven, forward needs the global
             `seq_len`.
         pattern: replaces segment_lengths, dilation_rates, offsets, head_groups and compat. Give any pattern that
-            `attention` takes, or a function that returns the `BlockLayout` for n tokens. The function must always
-            return the same layout for the same n, since layouts are cached.
+            `attention` takes, or a function that returns the `BlockLayout` for n tokens: q's, or with lengths or
+            cu_seqlens a sample's. It must always return the same layout for the same n, since layouts are cached.
 
     Examples:
         >>> from dilated_attention import dilated_attention
@@ -97,7 +97,10 @@ class DilatedAttention(nn.Module):
 
     def pattern_of(self, seq_len: int) -> Pattern:
         """Return the pattern for this many tokens."""
-        return pattern_for(self.pattern, seq_len) if callable(self.pattern) else self.pattern
+        return self._pattern(seq_len)
+
+    def _pattern(self, seq_len: int, is_ragged: bool = False) -> Pattern:
+        return pattern_for(self.pattern, seq_len, is_ragged) if callable(self.pattern) else self.pattern
 
     def forward(
         self,
@@ -118,7 +121,7 @@ class DilatedAttention(nn.Module):
             q,
             k,
             v,
-            self.pattern_of(whole),
+            self._pattern(whole, not lengths is cu_seqlens is None),
             is_causal=is_causal,
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
@@ -165,8 +168,8 @@ class BlockSparseDilatedAttention(DilatedAttention):
 
     Args:
         layout: a `BlockLayout`, or a callable that returns the layout for n tokens, always the same for the same n,
-            since it is cached. n is seq; with segment_lengths, the number of tokens of a segment that take part
-            (`Product`).
+            since it is cached. n is as in `DilatedAttention`; with segment_lengths, the number of tokens of a segment
+            that take part (`Product`).
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`; without them, no dilation.
 
     Examples:
