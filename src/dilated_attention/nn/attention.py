@@ -506,14 +506,14 @@ def _boolean(name: str, mask: Tensor) -> Tensor:
 
 
 def _require_causal(attn_mask: Tensor, seq_len: int) -> None:
-    message = (
-        f"attn_mask of shape {tuple(attn_mask.shape)}: of masks over pairs, only the causal one of shape "
-        f"{(seq_len, seq_len)} is supported; pass is_causal=True for causality and key_padding_mask for padding"
+    wanted = (
+        "of masks over pairs, only the causal one, (seq, seq), is supported; pass is_causal=True for causality and "
+        "key_padding_mask for padding"
     )
     if attn_mask.shape != (seq_len, seq_len):
-        raise UnsupportedError(message)
+        raise UnsupportedError(f"attn_mask of shape {tuple(attn_mask.shape)}, seq={seq_len}: {wanted}")
     future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=attn_mask.device).triu(1)
-    _require((_boolean("attn_mask", attn_mask) == future).all(), message)
+    _require((_boolean("attn_mask", attn_mask) == future).all(), f"attn_mask: {wanted}")  # no size: a graph has symbols
 
 
 def _require(condition: Tensor, message: str) -> None:
