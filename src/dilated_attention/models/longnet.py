@@ -371,6 +371,8 @@ class LongNetLM(LongNetStack):
         """
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
         check_sampling(temperature, top_k, top_p)
+        if stop_token is not None:
+            stop_token = checks.integer("stop_token", stop_token, 0, (self.config.vocab_size or 0) - 1)
         require_tokens(tokens)
         max_len = tokens.shape[1] + max_new_tokens
         first, cache = self.prefill(
@@ -424,10 +426,8 @@ class LongNetLM(LongNetStack):
             raise ValueError(
                 f"tokens of {tokens.dtype} cannot hold every one of vocab_size={vocab_size}: pass tokens.long()"
             )
-        new = list(self.stream(tokens, max_new_tokens, **options))
-        if not new:
-            return tokens
-        drawn = torch.stack(new, 1).to(tokens.dtype)
+        new = [x[:, None].to(tokens.dtype) for x in self.stream(tokens, max_new_tokens, **options)]
+        drawn = torch.cat((tokens[:, :0], *new), 1)
         lengths = options.get("lengths")
         if lengths is None:
             return torch.cat((tokens, drawn), 1)
