@@ -58,6 +58,8 @@ def test_the_cls_token_alone_is_that_of_all_tokens(counts, compat):
         results.append([state, leaf.grad, *(p.grad for p in model.encoder.parameters())])
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="each sample must have a first token; got samples of"):
+        model.encoder(x, cu_seqlens=[0, *starts, sum(counts)], first_only=True)  # the first sample is empty
 
 
 def test_dropout_acts_on_the_cls_token():
