@@ -260,27 +260,23 @@ class LongNetLM(LongNetStack):
         inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
         if not targets.numel():
             raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
+        counts = None
+        if lengths is not None:
+            values = checked_lengths(lengths, *tokens.shape)
+            if max(values, default=0) < 2:
+                raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
+            counts = [max(n - 1, 0) for n in values]
         if self.mesh is not None:
-            if lengths is not None:
-                counts = [n - 1 for n in self._two_tokens(lengths, tokens)]
+            if counts is not None:
                 targets = targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100)
             shard, own = shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh)
             logits = self(shard, seq_len=inputs.shape[1])
             total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
             return cp_mean(total, (own != -100).sum(), self.mesh)
-        if lengths is None:
+        if counts is None:
             return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-        counts = [max(n - 1, 0) for n in self._two_tokens(lengths, tokens)]
         kept = within(counts, targets.shape[1], tokens.device)
         return F.cross_entropy(self(inputs, lengths=counts)[kept], targets[kept])
-
-    @staticmethod
-    def _two_tokens(lengths: Sequence[int] | Tensor, tokens: Tensor) -> list[int]:
-        """Return lengths as a list. Raises ValueError unless some sample has at least two tokens."""
-        values = checked_lengths(lengths, *tokens.shape)
-        if max(values, default=0) < 2:
-            raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
-        return values
 
     @torch.no_grad()
     def prefill(
