@@ -331,8 +331,9 @@ class Dilated(_Branched):
         for row, (segment, rate) in zip(table, branches, strict=True):
             if num_heads and all(offset < 0 or offset >= segment for offset in row):
                 raise ValueError(
-                    f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is at "
-                    f"least the segment length; got offsets {row}. Lower the dilation rate or lengthen the segment"
+                    f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is "
+                    f"-1 or beyond the segment; got offsets {row}. Lower the dilation rate or lengthen the segment"
+                    f", or give an offset from 0 to {min(segment, rate) - 1}"
                 )
         return tuple([row[first:stop] for row in table])
 
