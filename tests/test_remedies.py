@@ -2044,7 +2044,7 @@ def _(told, text, out, capsys):
     succeeds(capsys, "train", "--out", out, "--resume")
 
 
-@remedy("give more steps")
+@remedy("or give more steps")
 def _(told, text, out, capsys):
     told_by_command(told, capsys, "train", "--out", out, "--resume", "--steps", 1)
     succeeds(capsys, "train", "--out", out, "--resume", "--steps", 3)
