@@ -184,9 +184,12 @@ def test_refusals(unchecked):
     for name in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(UnsupportedError, match=name):
             MultiheadDilatedAttention(16, 2, **{name: True}, **COVER)
-    for dims in ((16, 3), (0, 1), (16, 0)):
-        with pytest.raises(ValueError, match=f"embed_dim={dims[0]} must be a positive multiple of num_heads={dims[1]}"):
-            MultiheadDilatedAttention(*dims, **COVER)
+    with pytest.raises(ValueError, match="embed_dim=16 must be a multiple of num_heads=3"):
+        MultiheadDilatedAttention(16, 3, **COVER)
+    for wrong in ({"embed_dim": 0}, {"num_heads": 0}, {"num_heads": 16 / 8}, {"kdim": -1}, {"vdim": "16"}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=f"{name} must be a positive integer; got {value!r}"):
+            MultiheadDilatedAttention(**{"embed_dim": 16, "num_heads": 2, **COVER, **wrong})
     with pytest.raises(ValueError, match="segment_lengths"):
         DilatedAttention([4, 8], [1])
     with pytest.raises(ValueError, match=r"dropout must be a probability in \[0, 1\); got 1.5"):

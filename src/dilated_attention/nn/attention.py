@@ -309,16 +309,17 @@ class MultiheadDilatedAttention(nn.Module):
         pattern: Pattern | LayoutOfLength | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
+        embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
         if add_bias_kv or add_zero_attn:
             name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
             raise UnsupportedError(f"{name}=True: the added key has no position, so no branch shows it; leave it False")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
+        self.kdim = embed_dim if kdim is None else checks.positive("kdim", kdim)
+        self.vdim = embed_dim if vdim is None else checks.positive("vdim", vdim)
         self.batch_first = batch_first
         self.attention = DilatedAttention(
             segment_lengths, dilation_rates, offsets=offsets, head_groups=head_groups, compat=compat, dropout=dropout,
