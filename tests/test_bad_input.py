@@ -74,7 +74,7 @@ BAD = {
         {"segment_lengths": [8, 1], "dilation_rates": [1, 6], "head_groups": True},
         ["segment 1", "rate 6", "Lower the dilation rate or lengthen the segment"],
     ),
-    "no head": ({"offsets": [[0] * 4, [-1] * 4]}, ["segment 8", "rate 2", "(-1, -1, -1, -1)"]),
+    "no head": ({"offsets": [[0] * 4, [-1] * 4]}, ["segment 8", "rate 2", "(-1, -1, -1, -1)", "offset from 0 to 1"]),
     "unknown offsets": ({"offsets": "heads"}, ["offsets", "'heads'", '"head"', '"head_block"', "table"]),
     "offsets None": ({"offsets": None}, ["offsets", "None", '"head"', "table"]),
     "offsets of one branch": ({"offsets": [[0] * 4]}, ["offsets", "1 row", "one per branch, 2"]),

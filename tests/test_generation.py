@@ -193,6 +193,11 @@ def test_streaming_and_stopping():
         model.generate(tokens, -1)
     with pytest.raises(ValueError, match="empty prompt"):
         model.generate(tokens, 3, lengths=[6, 0])
+    for wrong in (31, -1, 1.5, [3]):  # nothing would ever stop
+        with pytest.raises(ValueError, match="stop_token must be an integer from 0 to 30; got"):
+            model.generate(tokens, 3, stop_token=wrong)
+    padding = torch.tensor([[False] * 6, [False] * 2 + [True] * 4])
+    assert torch.equal(model.generate(tokens, 0, lengths=[6, 2]), tokens.masked_fill(padding, 0))
 
 
 def test_half_precision_cache():

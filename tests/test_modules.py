@@ -171,7 +171,7 @@ def test_refusals(unchecked):
     with pytest.raises(UnsupportedError, match="need_weights=True: with compat='torchscale'"):
         compat(x, x, x, need_weights=True)
     for mask in (torch.zeros(8, 8), torch.ones(8, 8, dtype=torch.bool).triu(), torch.ones(4, 8, 8).triu(1).bool()):
-        with pytest.raises(UnsupportedError, match=r"attn_mask of shape \(.*8, 8\): .* only the causal one"):
+        with pytest.raises(UnsupportedError, match=r"attn_mask( of shape \(4, 8, 8\), seq=8)?: .* only the causal one"):
             module(x, x, x, attn_mask=mask)
     with pytest.raises(UnsupportedError, match="attn_mask: a floating mask may hold 0 and -inf only"):
         module(x, x, x, attn_mask=torch.ones(8, 8))
@@ -184,9 +184,12 @@ def test_refusals(unchecked):
     for name in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(UnsupportedError, match=name):
             MultiheadDilatedAttention(16, 2, **{name: True}, **COVER)
-    for dims in ((16, 3), (0, 1), (16, 0)):
-        with pytest.raises(ValueError, match=f"embed_dim={dims[0]} must be a positive multiple of num_heads={dims[1]}"):
-            MultiheadDilatedAttention(*dims, **COVER)
+    with pytest.raises(ValueError, match="embed_dim=16 must be a multiple of num_heads=3"):
+        MultiheadDilatedAttention(16, 3, **COVER)
+    for wrong in ({"embed_dim": 0}, {"num_heads": 0}, {"num_heads": 16 / 8}, {"kdim": -1}, {"vdim": "16"}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=f"{name} must be a positive integer; got {value!r}"):
+            MultiheadDilatedAttention(**{"embed_dim": 16, "num_heads": 2, **COVER, **wrong})
     with pytest.raises(ValueError, match="segment_lengths"):
         DilatedAttention([4, 8], [1])
     with pytest.raises(ValueError, match=r"dropout must be a probability in \[0, 1\); got 1.5"):
@@ -326,6 +329,18 @@ def test_a_pattern_of_the_length():
     same(module(q, k, v), attention(q, k, v, LAYOUT))
     half = (x[:, :10] for x in (q, k, v))
     same(module(*half), attention(q[:, :10], k[:, :10], v[:, :10], BlockLayout.local(10, 6, 4)))
+
+
+def test_a_pattern_of_the_length_gives_each_sample_its_own():
+    def last(tokens: int) -> BlockLayout:  # every block sees the last one, which no layout of other tokens shows
+        blocks = -(-tokens // 4)
+        return BlockLayout.from_mask(torch.arange(blocks).expand(blocks, -1) == blocks - 1, tokens, 4)
+
+    packed = torch.randn(3, 1, 20, 4, 8, **F64)
+    module = DilatedAttention(pattern=last)
+    alone = [module(*packed[:, :, start:stop]) for start, stop in ((0, 7), (7, 20))]
+    same(module(*packed, cu_seqlens=torch.tensor([0, 7, 20])), torch.cat(alone, 1))
+    same(module(*packed, lengths=torch.tensor([7]))[:, :7], alone[0])
 
 
 @pytest.mark.parametrize("more", [COVER, {"offsets": "head_block"}, {"head_groups": True}, {"compat": "torchscale"}])

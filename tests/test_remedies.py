@@ -560,14 +560,18 @@ def _(told):
     same(half, oracle(q, k, v, table)[:, :, 4:])
 
 
-@remedy("Lower the dilation rate or lengthen the segment")
+@remedy("Lower the dilation rate or lengthen the segment, or give an offset from 0 to {}")
 def _(told):
     q, k, v = tensors()
     table = [[0] * 4, [2, 3, 4, 5]]
-    with told():
+    with told() as caught:
         attention(q, k, v, Dilated((8, 2), (1, 6), table))
-    for pattern in (Dilated((8, 2), (1, 2)), Dilated((8, 12), (1, 6), table)):
+    most = int(of(caught, r"from 0 to (\d+)"))
+    given = Dilated((8, 2), (1, 6), [[0] * 4, [2, 3, most, 5]])
+    for pattern in (Dilated((8, 2), (1, 2)), Dilated((8, 12), (1, 6), table), given):
         same(attention(q, k, v, pattern), oracle(q, k, v, pattern))
+    with told():  # where no head takes part, the rate and the segment change nothing
+        attention(q, k, v, Dilated((8, 2), (1, 6), [[0] * 4, [-1] * 4]))
 
 
 @remedy("attends the padding of whole segments, of which a layout shows parts; use {}, which has the same offsets")
@@ -2040,7 +2044,7 @@ def _(told, text, out, capsys):
     succeeds(capsys, "train", "--out", out, "--resume")
 
 
-@remedy("give more steps")
+@remedy("or give more steps")
 def _(told, text, out, capsys):
     told_by_command(told, capsys, "train", "--out", out, "--resume", "--steps", 1)
     succeeds(capsys, "train", "--out", out, "--resume", "--steps", 3)

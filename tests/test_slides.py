@@ -58,6 +58,8 @@ def test_the_cls_token_alone_is_that_of_all_tokens(counts, compat):
         results.append([state, leaf.grad, *(p.grad for p in model.encoder.parameters())])
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="each sample must have a first token; got samples of"):
+        model.encoder(x, cu_seqlens=[0, *starts, sum(counts)], first_only=True)  # the first sample is empty
 
 
 def test_dropout_acts_on_the_cls_token():
@@ -296,12 +298,14 @@ def test_a_slide_encoder_is_exported(compiled, compiling_python):
             vocab_size=None, embed_dim=32, num_layers=1, num_heads=4, positions=None, pattern=Dilated((16, 64), (1, 2))
         )
         model = GigaPathSlideEncoder(GigaPathConfig(in_chans=8, slide_ngrids=64, encoder=longnet)).eval()
-        inputs = torch.randn(1, 90, 8), torch.randint(16384, (1, 90, 2))
+        inputs, more = ((torch.randn(1, n, 8), torch.randint(16384, (1, n, 2))) for n in (90, 9))
         if compiled:
             run = torch.compile(model, fullgraph=True, backend="aot_eager")
         else:
-            run = torch.export.export(model, inputs).module()
-        torch.testing.assert_close(run(*inputs), model(*inputs))
+            tiles = {1: torch.export.Dim("tiles", min=2, max=1 << 20)}
+            run = torch.export.export(model, inputs, dynamic_shapes=(tiles, tiles)).module()
+        for some in (inputs, more):
+            torch.testing.assert_close(run(*some), model(*some))
         """
     )
 

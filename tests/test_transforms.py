@@ -482,11 +482,12 @@ def test_compiled_and_exported(more, compiling_python):
         encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
         convert_attention(encoder, [4, 16], [1, 4])
         whole = torch.compile(encoder, fullgraph=True, backend="aot_eager")
-        x = torch.randn(2, 12, 16)
-        padding = torch.zeros(2, 12).masked_fill(torch.rand(2, 12) < 0.3, -torch.inf)
-        causal = nn.Transformer.generate_square_subsequent_mask(12)
-        options = {"src_key_padding_mask": padding, "mask": causal, "is_causal": True}
-        torch.testing.assert_close(whole(x, **options), encoder(x, **options))
+        for length in (12, 15):
+            x = torch.randn(2, length, 16)
+            padding = torch.zeros(2, length).masked_fill(torch.rand(2, length) < 0.3, -torch.inf)
+            causal = nn.Transformer.generate_square_subsequent_mask(length)
+            options = {"src_key_padding_mask": padding, "mask": causal, "is_causal": True}
+            torch.testing.assert_close(whole(x, **options), encoder(x, **options))
         try:
             whole(x, mask=causal.T.contiguous(), is_causal=True, src_key_padding_mask=padding)
         except RuntimeError as error:

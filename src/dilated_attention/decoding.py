@@ -94,9 +94,11 @@ def first_token_attention(
     seq_len, kv_heads = k.shape[1:3]
     dtype = torch.promote_types(q.dtype, torch.float32)
     count = torch.zeros(kv_heads, seq_len, dtype=dtype, device=k.device)
+    position = torch.arange(seq_len, device=k.device)
     table = (pattern if compat is None else replace(pattern, compat=compat)).offset_table(kv_heads)
     for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
-        count[[head for head, offset in enumerate(offsets) if offset == 0], : min(segment, seq_len) : rate] += 1
+        seen = (position < segment) & (position % rate == 0)
+        count[[head for head, offset in enumerate(offsets) if offset == 0]] += seen
     scale = q.shape[3] ** -0.5 if scale is None else scale
     query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
     bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone

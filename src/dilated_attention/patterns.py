@@ -331,8 +331,9 @@ class Dilated(_Branched):
         for row, (segment, rate) in zip(table, branches, strict=True):
             if num_heads and all(offset < 0 or offset >= segment for offset in row):
                 raise ValueError(
-                    f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is at "
-                    f"least the segment length; got offsets {row}. Lower the dilation rate or lengthen the segment"
+                    f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is "
+                    f"-1 or beyond the segment; got offsets {row}. Lower the dilation rate or lengthen the segment"
+                    f", or give an offset from 0 to {min(segment, rate) - 1}"
                 )
         return tuple([row[first:stop] for row in table])
 
@@ -535,10 +536,10 @@ def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLay
     return layout
 
 
-def pattern_for(layout: LayoutOfLength, length: int) -> BlockLayout | Product:
-    """Return the layout that a layout function returns for `length` tokens. While torch.export records a graph for any
-    length, it can be called only when the graph runs: then return its product with one segment of all tokens."""
-    return Dilated((WHOLE,), (1,)) * layout if is_symbol(length) else layout_for(layout, length)
+def pattern_for(layout: LayoutOfLength, length: int, is_ragged: bool = False) -> BlockLayout | Product:
+    """Return the layout that a layout function returns for `length` tokens. Return its product with one segment of all
+    tokens, which calls it later, if samples differ in length, or while torch.export records a graph for any length."""
+    return Dilated((WHOLE,), (1,)) * layout if is_ragged or is_symbol(length) else layout_for(layout, length)
 
 
 _FUNCTIONS: dict[str, LayoutOfLength] = {}

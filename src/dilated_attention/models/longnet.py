@@ -260,8 +260,13 @@ class LongNetLM(LongNetStack):
         inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
         if not targets.numel():
             raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
+        counts = None
+        if lengths is not None:
+            values = checked_lengths(lengths, *tokens.shape)
+            if max(values, default=0) < 2:
+                raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
+            counts = [max(n - 1, 0) for n in values]
         if self.mesh is not None:
-            counts = None if lengths is None else [n - 1 for n in self._two_tokens(lengths, tokens)]
             require_same("loss", self.mesh, tokens, counts=counts)
             if counts is not None:
                 targets = targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100)
@@ -269,19 +274,10 @@ class LongNetLM(LongNetStack):
             logits = self(shard, seq_len=inputs.shape[1])
             total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
             return cp_mean(total, (own != -100).sum(), self.mesh)
-        if lengths is None:
+        if counts is None:
             return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-        counts = [max(n - 1, 0) for n in self._two_tokens(lengths, tokens)]
         kept = within(counts, targets.shape[1], tokens.device)
         return F.cross_entropy(self(inputs, lengths=counts)[kept], targets[kept])
-
-    @staticmethod
-    def _two_tokens(lengths: Sequence[int] | Tensor, tokens: Tensor) -> list[int]:
-        """Return lengths as a list. Raises ValueError unless some sample has at least two tokens."""
-        values = checked_lengths(lengths, *tokens.shape)
-        if max(values, default=0) < 2:
-            raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
-        return values
 
     @torch.no_grad()
     def prefill(
@@ -372,6 +368,8 @@ class LongNetLM(LongNetStack):
         """
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
         check_sampling(temperature, top_k, top_p)
+        if stop_token is not None:
+            stop_token = checks.integer("stop_token", stop_token, 0, (self.config.vocab_size or 0) - 1)
         require_tokens(tokens)
         max_len = tokens.shape[1] + max_new_tokens
         first, cache = self.prefill(
@@ -425,10 +423,8 @@ class LongNetLM(LongNetStack):
             raise ValueError(
                 f"tokens of {tokens.dtype} cannot hold every one of vocab_size={vocab_size}: pass tokens.long()"
             )
-        new = list(self.stream(tokens, max_new_tokens, **options))
-        if not new:
-            return tokens
-        drawn = torch.stack(new, 1).to(tokens.dtype)
+        new = [x[:, None].to(tokens.dtype) for x in self.stream(tokens, max_new_tokens, **options)]
+        drawn = torch.cat((tokens[:, :0], *new), 1)
         lengths = options.get("lengths")
         if lengths is None:
             return torch.cat((tokens, drawn), 1)

@@ -217,8 +217,10 @@ class LongNetStack(Pretrained):
                     "lengths and cu_seqlens both given; lengths is for padded batches, cu_seqlens for packed"
                 )
             samples = packed_counts(cu_seqlens, batch, seq if self.mesh is None else seq_len or 0)
-            if self.mesh is None and positions is None and len(set(samples)) <= 1:  # nothing to pack
-                x = x.view(len(samples), max(samples, default=1), width)
+            if first_only and 0 in samples:
+                raise ValueError(f"first_only=True: each sample must have a first token; got samples of {samples}")
+            if self.mesh is None and positions is None and samples[1:] == samples[:-1]:  # nothing to pack
+                x = x.view(len(samples), samples[0] if samples else 1, width)
                 states = self._run(x, None, places_of(self.config, self.mesh, x, None, None, seq_len), asked)
                 return [state.reshape(1, -1, width) for state in states]
             return self._run(x, samples, self._packed_places(x, positions, samples, seq_len), asked)

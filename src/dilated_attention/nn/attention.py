@@ -37,8 +37,8 @@ class DilatedAttention(nn.Module):
         mesh, transport: as in `attention`: seq is sharded over the mesh. If shards are uneven, forward needs the global
             `seq_len`.
         pattern: replaces segment_lengths, dilation_rates, offsets, head_groups and compat. Give any pattern that
-            `attention` takes, or a function that returns the `BlockLayout` for n tokens. The function must always
-            return the same layout for the same n, since layouts are cached.
+            `attention` takes, or a function that returns the `BlockLayout` for n tokens: q's, or with lengths or
+            cu_seqlens a sample's. It must always return the same layout for the same n, since layouts are cached.
 
     Examples:
         >>> from dilated_attention import dilated_attention
@@ -97,7 +97,10 @@ class DilatedAttention(nn.Module):
 
     def pattern_of(self, seq_len: int) -> Pattern:
         """Return the pattern for this many tokens."""
-        return pattern_for(self.pattern, seq_len) if callable(self.pattern) else self.pattern
+        return self._pattern(seq_len)
+
+    def _pattern(self, seq_len: int, is_ragged: bool = False) -> Pattern:
+        return pattern_for(self.pattern, seq_len, is_ragged) if callable(self.pattern) else self.pattern
 
     def forward(
         self,
@@ -118,7 +121,7 @@ class DilatedAttention(nn.Module):
             q,
             k,
             v,
-            self.pattern_of(whole),
+            self._pattern(whole, not lengths is cu_seqlens is None),
             is_causal=is_causal,
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
@@ -165,8 +168,8 @@ class BlockSparseDilatedAttention(DilatedAttention):
 
     Args:
         layout: a `BlockLayout`, or a callable that returns the layout for n tokens, always the same for the same n,
-            since it is cached. n is seq; with segment_lengths, the number of tokens of a segment that take part
-            (`Product`).
+            since it is cached. n is as in `DilatedAttention`; with segment_lengths, the number of tokens of a segment
+            that take part (`Product`).
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`; without them, no dilation.
 
     Examples:
@@ -306,16 +309,17 @@ class MultiheadDilatedAttention(nn.Module):
         pattern: Pattern | LayoutOfLength | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
+        embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
         if add_bias_kv or add_zero_attn:
             name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
             raise UnsupportedError(f"{name}=True: the added key has no position, so no branch shows it; leave it False")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
+        self.kdim = embed_dim if kdim is None else checks.positive("kdim", kdim)
+        self.vdim = embed_dim if vdim is None else checks.positive("vdim", vdim)
         self.batch_first = batch_first
         self.attention = DilatedAttention(
             segment_lengths, dilation_rates, offsets=offsets, head_groups=head_groups, compat=compat, dropout=dropout,
@@ -503,14 +507,14 @@ def _boolean(name: str, mask: Tensor) -> Tensor:
 
 
 def _require_causal(attn_mask: Tensor, seq_len: int) -> None:
-    message = (
-        f"attn_mask of shape {tuple(attn_mask.shape)}: of masks over pairs, only the causal one of shape "
-        f"{(seq_len, seq_len)} is supported; pass is_causal=True for causality and key_padding_mask for padding"
+    wanted = (
+        "of masks over pairs, only the causal one, (seq, seq), is supported; pass is_causal=True for causality and "
+        "key_padding_mask for padding"
     )
     if attn_mask.shape != (seq_len, seq_len):
-        raise UnsupportedError(message)
+        raise UnsupportedError(f"attn_mask of shape {tuple(attn_mask.shape)}, seq={seq_len}: {wanted}")
     future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=attn_mask.device).triu(1)
-    _require((_boolean("attn_mask", attn_mask) == future).all(), message)
+    _require((_boolean("attn_mask", attn_mask) == future).all(), f"attn_mask: {wanted}")  # no size: a graph has symbols
 
 
 def _require(condition: Tensor, message: str) -> None:

@@ -93,10 +93,10 @@ class SelfAttention(nn.Module):
         self.mesh = held_mesh(mesh)
         if self.pattern is None:
             self.attention = None
-        if self.pattern is None and mesh is not None:
-            whole = Dilated((WHOLE,), (1,))
-            self.attention = DilatedAttention(pattern=whole, dropout=self.dropout, backend=self.backend)
-            self.attention.train(self.training).set_context_parallel(mesh, transport, layer)
+            if mesh is not None:
+                whole = Dilated((WHOLE,), (1,))
+                self.attention = DilatedAttention(pattern=whole, dropout=self.dropout, backend=self.backend)
+                self.attention.train(self.training).set_context_parallel(mesh, transport, layer)
 
     def forward(
         self,

@@ -166,7 +166,7 @@ def resume(
             if getattr(mine, name) != value and not (name == "steps" and value > about.recipe.steps):
                 raise ValueError(
                     f"{stored.path}: a checkpoint with {name}={getattr(mine, name)!r}, not {value!r}; leave that "
-                    f"option out to continue it, {'give more steps' if name == 'steps' else 'or give another --out'}"
+                    f"option out to continue it, {'or give more steps' if name == 'steps' else 'or give another --out'}"
                 )
     text = read_text(paths or about.paths, out)
     usable = _usable(device, backend)
