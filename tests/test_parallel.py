@@ -438,7 +438,10 @@ def compose():
     for how in ("mean", "sum"):
         weight = torch.ones((), dtype=torch.float64, requires_grad=True)
         valid = mine != -100
-        loss = cp_mean(((weight * x[:, start:stop]) ** 2)[valid].sum(), valid.sum(), mesh, gradients=how)
+        losses, number = ((weight * x[:, start:stop]) ** 2)[valid], valid.sum()
+        if how == "sum":  # of each token, or of one element
+            losses, number = losses[:, None], number[None]
+        loss = cp_mean(losses.sum() if how == "mean" else losses, number, mesh, gradients=how)
         loss.backward()
         dist.all_reduce(weight.grad)
         right = (x**2)[wanted != -100].double().mean()

@@ -187,6 +187,6 @@ def rendezvous_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh with a single axis, called `name`, over all ranks of a mesh with several axes."""
-    return mesh._flatten(name)
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh with a single axis, named after all axes ("data_context"), over all ranks of a mesh of several."""
+    return mesh._flatten()

@@ -190,8 +190,8 @@ def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Lite
     A mean of local means would give a shard with few valid labels the same weight as a full one.
 
     Args:
-        loss_sum: the sum of this rank's token losses, a scalar.
-        n_valid: the number of tokens in this sum.
+        loss_sum: the sum of this rank's token losses, or several that are added up.
+        n_valid: the number of tokens in this sum, or several.
         mesh: the ranks to average over. If there are data and context axes, give the mesh of both, `mesh["data",
             "context"]`, which is flattened.
         gradients: how parameter gradients are reduced over `mesh` afterwards: `"mean"` (DDP, FSDP) or `"sum"`. The
@@ -200,9 +200,9 @@ def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Lite
     if gradients not in ("mean", "sum"):
         raise ValueError(f'gradients must be "mean" or "sum"; got {gradients!r}')
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
-        mesh = flattened(mesh, "_".join(mesh.mesh_dim_names or map(str, range(mesh.ndim))))
-    link = link_of(context_group(mesh))
-    own = torch.stack([loss_sum.detach().double(), torch.as_tensor(n_valid, device=loss_sum.device).double()])
+        mesh = flattened(mesh)
+    link, loss_sum = link_of(context_group(mesh)), loss_sum.sum()
+    own = torch.stack([loss_sum.detach().double(), torch.as_tensor(n_valid, device=loss_sum.device).sum().double()])
     link.enter("cp_mean")
     total = link.whole(own[None], range(link.size + 1), "in the exchange of sums").sum(0)
     size = link.size if gradients == "mean" else 1
