@@ -444,7 +444,7 @@ def bad_calls():
     """Return what each bad call raises on this rank; every one on a group of its own, before and after a good call."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    q = torch.randn(1, 16, 3, 4)
+    q, summed = torch.randn(1, 16, 3, 4), Window(3) + BlockLayout.local(32, 4, 16)
 
     def attend(mesh, x=q, **options):
         return dilated_attention(x, x, x, (8, 32), (1, 2), mesh=mesh, **options)
@@ -467,6 +467,9 @@ def bad_calls():
         "lengths and dropout": lambda mesh: attend(mesh, lengths=[20], seq_len=32, dropout_p=0.1),
         "one rank's lengths": lambda mesh: attend(mesh, lengths=[33 if rank == 1 else 20], seq_len=32),
         "everyone's lengths": lambda mesh: attend(mesh, lengths=[-1], seq_len=32),
+        "one rank's transport": lambda mesh: attend(mesh, seq_len=32, transport="ulysses" if rank == 1 else "auto"),
+        "one rank's dropout": lambda mesh: attention(q, q, q, summed, mesh=mesh, dropout_p=0.1 * rank),
+        "one rank's sinks": lambda mesh: attention(q, q, q, summed, mesh=mesh, sinks=torch.zeros(3 + rank)),
         "backend": lambda mesh: attend(mesh, backend="reference"),
         "layout": lambda mesh: attention(q, q, q, BlockLayout.local(16, 4, 16), mesh=mesh),
         "layouts differ": lambda mesh: attention(q, q, q, BlockLayout.local(32, 1 + 16 * rank, 16), mesh=mesh),
@@ -495,6 +498,9 @@ def test_bad_calls_give_one_clear_error_on_every_rank_before_any_data_moves() ->
         "lengths and dropout": "^dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens",
         "one rank's lengths": r"rank 1 refused .*: lengths must lie in \[0, 32\], .*; got \[33\]",
         "everyone's lengths": r"^lengths must lie in \[0, 32\], .*; got \[-1\]",
+        "one rank's transport": "rank 1 refused .*: transport='ulysses' does not serve this call",
+        "one rank's dropout": "rank 1 refused .*: dropout_p with a sum of block layouts",
+        "one rank's sinks": "rank 1 refused .*: sinks must be a floating tensor of 3 logits",
         "backend": "^backend='reference' sees one device",
         "layout": "^layout is for 16 tokens, got seq_len=32",
         "layouts differ": r"the ranks .* call with different arguments: rank \d has layouts=",

@@ -491,6 +491,14 @@ def check_placed(pattern: Pattern, options: Options) -> None:
     )
 
 
+def check_summed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    """Raise ValueError for what no part of a sum, each of which is a call, would refuse."""
+    checks.dense(q, k, v)
+    checks.sinks(q, options["sinks"])
+    dropout = "dropout_p", options["dropout_p"] != 0, "train with dropout_p=0.0"
+    _refuse("with a sum of block layouts and other patterns", dropout)
+
+
 def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:
     """Raise UnsupportedError for the first of `cases`, (name, whether it is given, remedy), that is given. `where`
     names the option that excludes it."""

@@ -139,8 +139,13 @@ def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tupl
 
     `wanted`: whether this rank wants gradients of a call that can have them; None where that does not matter.
     """
-    plan, (shards, group, _) = _Plan.of(call, q, k), _mesh(call)
+    shards, group, _ = _mesh(call)
     link = link_of(group)
+    try:
+        plan = _Plan.of(call, q, k)
+    except ValueError as error:  # the transport does not serve this call
+        link.refuse(str(error), q.device)
+        raise
     start, stop = plan.sharding.shard(link.rank)
     problem = None
     if q.shape[1] != stop - start:
