@@ -320,16 +320,17 @@ class SelectingAttention(nn.Module):
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
-    def _edges(self, x: Tensor) -> tuple[list[int], int]:
-        """Return (edges, rank): rank i holds the tokens [edges[i], edges[i + 1]) of x; `rank` is this one.
+    def _edges(self, x: Tensor) -> tuple[Tensor, list[int], int]:
+        """Return (x, edges, rank): rank i holds the tokens [edges[i], edges[i + 1]) of x; `rank` is this one. Over a
+        mesh x requires gradients if some rank's does.
 
         Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
         """
         if self.mesh is None:
-            return [0, x.shape[1]], 0
+            return x, [0, x.shape[1]], 0
         group = context_group(self.mesh)
-        length, size = agreed_length(x, group, 1, self.seq_len, type(self).__name__), dist.get_world_size(group)
-        return list(balanced_bounds(length, size)), dist.get_rank(group)
+        x, length = agreed_length(x, group, 1, self.seq_len, type(self).__name__)
+        return x, list(balanced_bounds(length, dist.get_world_size(group))), dist.get_rank(group)
 
     def forward(
         self,

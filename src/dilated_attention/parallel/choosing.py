@@ -43,7 +43,7 @@ def choose_blocks(
     """
     group, name = context_group(mesh), "choose_blocks"
     link = link_of(group)
-    length = agreed_length(q, group, 1, seq_len, name, _misfit(q, k))
+    _, length = agreed_length(q, group, 1, seq_len, name, _misfit(q, k))
     agreed_length(k, group, 1, length, name)
     link.enter(name)
     bounds, kv_heads = balanced_bounds(length, link.size), k.shape[2]
