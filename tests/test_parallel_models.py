@@ -43,6 +43,7 @@ from dilated_attention.models import (
     LongViTConfig,
 )
 from dilated_attention.nn import (
+    BlockAttentionMixture,
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
     MultiheadDilatedAttention,
@@ -333,23 +334,27 @@ def test_tensor_parallel_heads_keep_their_offsets() -> None:
 
 
 def compiled(names):
-    """Public calls in one graph."""
+    """Public calls in one graph; what compares or gathers between two graphs."""
     if torch.__version__ < (2, 9):  # it takes rows of a number that is data for a dynamic shape
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(9)
     leaves = [shard_sequence(torch.randn(1, 91, 4, 8), mesh).clone().requires_grad_() for _ in range(3)]
     layout = _window(91)
+    mixture = BlockAttentionMixture(32, 4, block_size=8, top_k=2, query_block=4)
+    set_context_parallel(mixture, mesh, seq_len=91)
     calls = {
+        "mixture": lambda *x: mixture(sum(x).flatten(2)).sin(),
+        "gathered": lambda *x: cp_mean(unshard_sequence(sum(x), mesh, seq_len=91).sin(), 91, mesh),
         "dilated": lambda *x: dilated_attention(*x, SEGMENTS, RATES, mesh=mesh, seq_len=91, is_causal=True),
         "blocks": lambda *x: block_sparse_attention(*x, layout, mesh=mesh, seq_len=91),
         "product": lambda *x: attention(*x, Dilated((96,), (1,)) * layout, mesh=mesh, seq_len=91, is_causal=True),
         "bfloat16": lambda *x: dilated_attention(*(y.bfloat16() for y in x), SEGMENTS, RATES, mesh=mesh, seq_len=91),
     }
-    answers = {}
+    answers, broken = {}, ("mixture", "gathered")
     for name in names:
         call, results = calls[name], []
-        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        for function in (call, torch.compile(call, fullgraph=name not in broken, backend="aot_eager")):
             out = function(*leaves)
             results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
         answers[name] = all(map(torch.equal, *results))
@@ -357,7 +362,12 @@ def compiled(names):
 
 
 @pytest.mark.parametrize(
-    "names", [("blocks", "product"), pytest.param(("dilated", "bfloat16"), marks=pytest.mark.thorough)], ids=str
+    "names",
+    [
+        ("blocks", "product", "gathered"),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in (("dilated", "bfloat16"), ("mixture",))),
+    ],
+    ids=str,
 )
 def test_public_calls_compile_in_one_graph(names) -> None:
     """`test_composes` of test_parallel.py compiles dilated attention by every transport."""

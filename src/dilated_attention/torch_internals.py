@@ -77,13 +77,13 @@ def not_traced(function: Function) -> Function:
     disabled: list[Callable[..., Any]] = []
 
     @wraps(function)
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         if disabled:
-            return disabled[0](*arguments)
+            return disabled[0](*arguments, **options)
         if "torch._dynamo" not in sys.modules:
-            return function(*arguments)
+            return function(*arguments, **options)
         disabled.append(torch.compiler.disable(function))
-        return disabled[0](*arguments)
+        return disabled[0](*arguments, **options)
 
     return call  # type: ignore[return-value]
 

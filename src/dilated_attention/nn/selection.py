@@ -30,6 +30,7 @@ from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
 from dilated_attention.ranking import slices, stable_topk
 from dilated_attention.routing.operator import choosers, in_graph
+from dilated_attention.torch_internals import not_traced
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,7 @@ class SelectingAttention(nn.Module):
         if not x.numel() and self.mesh is None:
             return self.output(x)
         if cache is None:
-            return self._whole(x, rotary, None)
+            return self._whole(x, rotary, None) if self.mesh is None else self._over_mesh(x, rotary)
         with cache.restored_on_error():
             if not cache.used_by(self, x.shape[0]):
                 return self._whole(x, rotary, cache)
@@ -415,7 +416,7 @@ class SelectingAttention(nn.Module):
             key: the pooled keys of the whole sequence, see `BlockChoice.importance`.
             edges, rank: from `_edges`.
         """
-        if torch.compiler.is_compiling() and self.mesh is None and cache is None:
+        if torch.compiler.is_compiling() and cache is None:
             return self.choice.in_graph(q, key)
         checks.not_mapped(type(self).__name__, q, key)
         choice, start, first = self.choice, edges[rank], -edges[rank] % self.query_block
@@ -439,6 +440,10 @@ class SelectingAttention(nn.Module):
         out = attention(q, k, v, pattern, is_causal=True, backend=self.backend, **options)
         assert isinstance(out, Tensor)
         return out
+
+    @not_traced
+    def _over_mesh(self, x: Tensor, rotary: Tables | None) -> Tensor:
+        return self._whole(x, rotary, None)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         """Return the output of x, with which the sequence begins. Fills the cache, if given."""

@@ -15,7 +15,7 @@ from dilated_attention import checks
 from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import balanced_bounds
-from dilated_attention.torch_internals import flattened
+from dilated_attention.torch_internals import flattened, not_traced
 
 
 def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
@@ -36,6 +36,7 @@ def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
     return x.narrow(dim, start, stop - start)
 
 
+@not_traced
 def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
     """Return, on every rank of the mesh, the tensor that the rank numbered `rank` in it passes as x.
 
@@ -47,6 +48,7 @@ def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
     return x
 
 
+@not_traced
 def summed_over(mesh: Mesh, tensors: Iterable[Tensor]) -> None:
     """Replace each tensor by its sum over the ranks of the mesh, in place. All ranks must pass tensors of the same
     shapes and dtypes."""
@@ -62,6 +64,7 @@ def require_same(name: str, mesh: Mesh, tokens: Tensor, **values: Any) -> None:
     _compare(name, context_group(mesh), None, tokens, tokens=f"{tuple(tokens.shape)} {digest}", **values)
 
 
+@not_traced
 def _compare(name: str, group: ProcessGroup, problem: str | None, x: Tensor, **values: Any) -> bool:
     """Compare the values of a call of function `name` between the ranks, and whether one refuses it (`Link.compare`).
     Return whether the x of some rank requires gradients."""
@@ -71,6 +74,7 @@ def _compare(name: str, group: ProcessGroup, problem: str | None, x: Tensor, **v
     return link.compare(text, problem, x.device, wanted and x.requires_grad)
 
 
+@not_traced
 def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
     """Return one random int64, of shape (), on every rank of the mesh: the largest of the numbers that each rank
     draws from its own generator."""
@@ -93,6 +97,7 @@ class _Gathered(torch.autograd.Function):
         return ctx.link.summed(gradient, ctx.bounds, "in backward"), None, None, None
 
 
+@not_traced
 def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:
     """Gather x from all ranks along dimension `dim`, where rank i holds [bounds[i], bounds[i + 1]).
 
@@ -169,6 +174,7 @@ def shard_labels(labels: Tensor, mesh: Mesh, ignore_index: int = -100) -> Tensor
     return torch.cat([shifted, labels.new_full((labels.shape[0], 1), ignore_index)], 1)
 
 
+@not_traced
 def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Literal["mean", "sum"] = "mean") -> Tensor:
     """Average a loss over all ranks' valid tokens: sum_j loss_sum_j / sum_j n_valid_j, the same on every rank.
 
