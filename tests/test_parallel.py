@@ -438,7 +438,10 @@ def compose():
     for how in ("mean", "sum"):
         weight = torch.ones((), dtype=torch.float64, requires_grad=True)
         valid = mine != -100
-        loss = cp_mean(((weight * x[:, start:stop]) ** 2)[valid].sum(), valid.sum(), mesh, gradients=how)
+        losses, number = ((weight * x[:, start:stop]) ** 2)[valid], valid.sum()
+        if how == "sum":  # of each token, or of one element
+            losses, number = losses[:, None], number[None]
+        loss = cp_mean(losses.sum() if how == "mean" else losses, number, mesh, gradients=how)
         loss.backward()
         dist.all_reduce(weight.grad)
         right = (x**2)[wanted != -100].double().mean()
@@ -514,6 +517,8 @@ def refuse():
         "shards of two batches": lambda: unshard_sequence(torch.zeros(odd_rank(2, 1), 4), good),
         "shards along two dims": lambda: unshard_sequence(torch.zeros(1, 4, 4), good, dim=odd_rank(2, -2)),
         "shards along no dim": lambda: unshard_sequence(torch.zeros(1, 4), good, dim=odd_rank(2, 1)),
+        "grad mode": lambda: torch.set_grad_enabled(rank != 1)(attend)(is_causal=True),
+        "grad mode of a gather": lambda: torch.set_grad_enabled(rank != 1)(gather)(),
         "another function": lambda: gather() if rank == 1 else attend(),
         "another function, refused": lambda: attend([x[0] for x in own]) if rank == 1 else gather(),
     }
@@ -554,10 +559,12 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "mask": "key_padding_mask must have shape",
         "samples": "cu_seqlens must ascend",
         "outsider": "mesh",
-        "shards of two dtypes": r"torch.float32 of shape \(1, seq\) on rank 0, torch.int64 of shape .* on rank 1",
-        "shards of two batches": r"shape \(1, seq\) on rank 0, torch.float32 of shape \(2, seq\) on rank 1",
-        "shards along two dims": r"shape \(1, seq, 4\) on rank 0, torch.float32 of shape \(1, 4, seq\) on rank 1",
-        "shards along no dim": "dim=2 is none of the 2 dimensions of x on rank 1",
+        "shards of two dtypes": r"rank 1 has shard=torch.int64 \(1, seq\), elsewhere shard=torch.float32 \(1, seq\)",
+        "shards of two batches": r"rank 1 has shard=torch.float32 \(2, seq\), elsewhere shard=.* \(1, seq\)",
+        "shards along two dims": r"rank 1 has shard=torch.float32 \(1, 4, seq\), elsewhere .* \(1, seq, 4\)",
+        "shards along no dim": "rank 1 refused its context parallel call, .*: dim=2 is none of the 2 dimensions of x",
+        "grad mode": "rank 1 has gradients=off, elsewhere gradients=on",
+        "grad mode of a gather": "rank 1 has gradients=off, elsewhere gradients=on",
         "another function": "rank 1 has function=unshard_sequence, elsewhere function=attention",
         "another function, refused": "rank 1 refused its context parallel call, .*: q must have 4 dimensions",
     }

@@ -43,6 +43,7 @@ from dilated_attention.models import (
     LongViTConfig,
 )
 from dilated_attention.nn import (
+    BlockAttentionMixture,
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
     MultiheadDilatedAttention,
@@ -341,23 +342,27 @@ def test_tensor_parallel_heads_keep_their_offsets() -> None:
 
 
 def compiled(names):
-    """Public calls in one graph."""
+    """Public calls in one graph; what compares or gathers between two graphs."""
     if torch.__version__ < (2, 9):  # it takes rows of a number that is data for a dynamic shape
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(9)
     leaves = [shard_sequence(torch.randn(1, 91, 4, 8), mesh).clone().requires_grad_() for _ in range(3)]
     layout = _window(91)
+    mixture = BlockAttentionMixture(32, 4, block_size=8, top_k=2, query_block=4)
+    set_context_parallel(mixture, mesh, seq_len=91)
     calls = {
+        "mixture": lambda *x: mixture(sum(x).flatten(2)).sin(),
+        "gathered": lambda *x: cp_mean(unshard_sequence(sum(x), mesh, seq_len=91).sin(), 91, mesh),
         "dilated": lambda *x: dilated_attention(*x, SEGMENTS, RATES, mesh=mesh, seq_len=91, is_causal=True),
         "blocks": lambda *x: block_sparse_attention(*x, layout, mesh=mesh, seq_len=91),
         "product": lambda *x: attention(*x, Dilated((96,), (1,)) * layout, mesh=mesh, seq_len=91, is_causal=True),
         "bfloat16": lambda *x: dilated_attention(*(y.bfloat16() for y in x), SEGMENTS, RATES, mesh=mesh, seq_len=91),
     }
-    answers = {}
+    answers, broken = {}, ("mixture", "gathered")
     for name in names:
         call, results = calls[name], []
-        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        for function in (call, torch.compile(call, fullgraph=name not in broken, backend="aot_eager")):
             out = function(*leaves)
             results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
         answers[name] = all(map(torch.equal, *results))
@@ -365,7 +370,12 @@ def compiled(names):
 
 
 @pytest.mark.parametrize(
-    "names", [("blocks", "product"), pytest.param(("dilated", "bfloat16"), marks=pytest.mark.thorough)], ids=str
+    "names",
+    [
+        ("blocks", "product", "gathered"),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in (("dilated", "bfloat16"), ("mixture",))),
+    ],
+    ids=str,
 )
 def test_public_calls_compile_in_one_graph(names) -> None:
     """`test_composes` of test_parallel.py compiles dilated attention by every transport."""
@@ -452,7 +462,7 @@ def bad_calls():
     """Return what each bad call raises on this rank; every one on a group of its own, before and after a good call."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    q = torch.randn(1, 16, 3, 4)
+    q, summed = torch.randn(1, 16, 3, 4), Window(3) + BlockLayout.local(32, 4, 16)
 
     def attend(mesh, x=q, **options):
         return dilated_attention(x, x, x, (8, 32), (1, 2), mesh=mesh, **options)
@@ -475,6 +485,9 @@ def bad_calls():
         "lengths and dropout": lambda mesh: attend(mesh, lengths=[20], seq_len=32, dropout_p=0.1),
         "one rank's lengths": lambda mesh: attend(mesh, lengths=[33 if rank == 1 else 20], seq_len=32),
         "everyone's lengths": lambda mesh: attend(mesh, lengths=[-1], seq_len=32),
+        "one rank's transport": lambda mesh: attend(mesh, seq_len=32, transport="ulysses" if rank == 1 else "auto"),
+        "one rank's dropout": lambda mesh: attention(q, q, q, summed, mesh=mesh, dropout_p=0.1 * rank),
+        "one rank's sinks": lambda mesh: attention(q, q, q, summed, mesh=mesh, sinks=torch.zeros(3 + rank)),
         "backend": lambda mesh: attend(mesh, backend="reference"),
         "layout": lambda mesh: attention(q, q, q, BlockLayout.local(16, 4, 16), mesh=mesh),
         "layouts differ": lambda mesh: attention(q, q, q, BlockLayout.local(32, 1 + 16 * rank, 16), mesh=mesh),
@@ -503,6 +516,9 @@ def test_bad_calls_give_one_clear_error_on_every_rank_before_any_data_moves() ->
         "lengths and dropout": "^dropout_p with lengths over a mesh is not supported; pack the batch: cu_seqlens",
         "one rank's lengths": r"rank 1 refused .*: lengths must lie in \[0, 32\], .*; got \[33\]",
         "everyone's lengths": r"^lengths must lie in \[0, 32\], .*; got \[-1\]",
+        "one rank's transport": "rank 1 refused .*: transport='ulysses' does not serve this call",
+        "one rank's dropout": "rank 1 refused .*: dropout_p with a sum of block layouts",
+        "one rank's sinks": "rank 1 refused .*: sinks must be a floating tensor of 3 logits",
         "backend": "^backend='reference' sees one device",
         "layout": "^layout is for 16 tokens, got seq_len=32",
         "layouts differ": r"the ranks .* call with different arguments: rank \d has layouts=",
@@ -548,7 +564,12 @@ def ranges():
     both: list = [None] * 2
     dist.all_gather_object(both, answers)
     assert both[0] == both[1], both
-    words = ["of seq_len=6 on rank 0", "of seq_len=7 on rank 1", "on rank 1", "of seq_len=6 on rank 1"]
+    words = [
+        "rank 1 has seq_len=8",
+        "rank 1 has seq_len=7",
+        "rank 1 refused",
+        "rank 1 has seq_len=6, elsewhere seq_len=7",
+    ]
     for found, wanted in zip(answers, words, strict=True):
         assert wanted in found, found
     assert unshard_sequence(torch.full((1, 3), float(rank)), mesh).tolist() == [[0.0] * 3 + [1.0] * 3]

@@ -83,8 +83,9 @@ class Shards:
         samples: the edges of packed samples; None for one sample.
         lengths: the lengths of all samples of a padded batch, if the call is one of these samples; otherwise empty.
         sinks: whether the call has sinks.
-        widths: the head_dims of q and of v, as given. This, `sinks` and `lengths` serve only to check that all ranks
-            passed the same.
+        widths: the head_dims of q and of v, as given.
+        gradients: whether this rank can take part in a backward of this call. This, `widths`, `sinks` and `lengths`
+            serve only to check that all ranks have the same.
         layer: the name of the calling layer, for error messages.
     """
 
@@ -96,6 +97,7 @@ class Shards:
     lengths: tuple[int, ...] = ()
     sinks: bool = False
     widths: tuple[int, ...] = ()
+    gradients: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +156,10 @@ class Call:
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
         if ranks is not None:
             transport, layer, sinks = options["transport"], options["layer"], options["sinks"] is not None
-            shards = Shards(ranks.group_name, (seq_len,), None, transport, layer, (), sinks, (q.shape[3], v.shape[3]))
-            call = call.over(shards)
+            # In eager mode q is made to require gradients if some rank wants them.
+            gradients = not torch.compiler.is_compiling() or any(x.requires_grad for x in (q, k, v))
+            widths, gradients = (q.shape[3], v.shape[3]), gradients and torch.is_grad_enabled()
+            call = call.over(Shards(ranks.group_name, (seq_len,), None, transport, layer, (), sinks, widths, gradients))
         return call
 
     @classmethod
@@ -490,6 +494,14 @@ def check_placed(pattern: Pattern, options: Options) -> None:
         ("mesh", options["mesh"] is not None, "leave q_start and k_start out: the shards say where tokens lie"),
         ("cu_seqlens", options["cu_seqlens"] is not None, "make one call per sample"),
     )
+
+
+def check_summed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    """Raise ValueError for what no part of a sum, each of which is a call, would refuse."""
+    checks.dense(q, k, v)
+    checks.sinks(q, options["sinks"])
+    dropout = "dropout_p", options["dropout_p"] != 0, "train with dropout_p=0.0"
+    _refuse("with a sum of block layouts and other patterns", dropout)
 
 
 def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:

@@ -19,11 +19,11 @@ from dilated_attention.call import (
     as_autocast,
     as_one_width,
     check_placed,
+    check_summed,
     layout_remedy,
     placed,
     starts_of,
 )
-from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
 from dilated_attention.parallel.over_mesh import refuse
@@ -152,6 +152,8 @@ def attention(
             call = Call.remembered(q, k, v, pattern, options)
         elif placed(options):
             check_placed(pattern, options)
+        if in_parts is _sum_of_parts:
+            check_summed(q, k, v, options)
     except ValueError as error:
         refuse(mesh, error, q)
         raise
@@ -189,12 +191,7 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
 
 def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Options) -> tuple[Tensor, Tensor]:
     """Attend to the parts of a sum separately; return their merged out and lse, `(batch, heads, seq)`."""
-    if options["dropout_p"]:
-        raise UnsupportedError(
-            "dropout_p with a sum of block layouts and other patterns is not supported; train with dropout_p=0.0"
-        )
-    checks.sinks(q, sinks := options["sinks"])
-    options = {**options, "sinks": None}
+    sinks, options = options["sinks"], {**options, "sinks": None}
     out, lse = attention(q, k, v, pattern.parts[0], return_lse=True, **options)
     for part in pattern.parts[1:]:
         out, lse = merge(out, lse, *attention(q, k, v, part, return_lse=True, **options))

@@ -91,7 +91,8 @@ def _pack(call: Call) -> tuple[Any, ...]:
     if call.layout_function:
         words.append(call.layout_function)
     if shards is not None:
-        words += (shards.group_name, shards.transport, shards.layer, *["sinks"] * shards.sinks)
+        words += (shards.group_name, shards.transport, shards.layer)
+        words += ["sinks"] * shards.sinks + ["gradients"] * shards.gradients
         for edges in (shards.bounds, shards.samples or (), shards.lengths, shards.widths):
             numbers += (len(edges), *edges)
     for x in call.layouts:
@@ -112,8 +113,10 @@ def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
     shards = None
     if _of_mesh(words):
         group, transport, layer = words[1:4]
-        sinks = "sinks" in words[4:]
-        shards = Shards(group, read.bounds, read.samples, transport, layer, read.lengths, sinks, read.widths)
+        shards = Shards(
+            group, read.bounds, read.samples, transport, layer, read.lengths, "sinks" in words[4:], read.widths,
+            "gradients" in words[4:],
+        )  # fmt: skip
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
         key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts, softcap,

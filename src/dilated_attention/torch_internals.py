@@ -77,13 +77,13 @@ def not_traced(function: Function) -> Function:
     disabled: list[Callable[..., Any]] = []
 
     @wraps(function)
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         if disabled:
-            return disabled[0](*arguments)
+            return disabled[0](*arguments, **options)
         if "torch._dynamo" not in sys.modules:
-            return function(*arguments)
+            return function(*arguments, **options)
         disabled.append(torch.compiler.disable(function))
-        return disabled[0](*arguments)
+        return disabled[0](*arguments, **options)
 
     return call  # type: ignore[return-value]
 
@@ -187,6 +187,6 @@ def rendezvous_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh with a single axis, called `name`, over all ranks of a mesh with several axes."""
-    return mesh._flatten(name)
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh with a single axis, named after all axes ("data_context"), over all ranks of a mesh of several."""
+    return mesh._flatten()

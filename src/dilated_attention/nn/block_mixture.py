@@ -84,7 +84,7 @@ class BlockAttentionMixture(SelectingAttention):
         self.output = nn.Linear(embed_dim, embed_dim, **factory)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
-        edges, rank = self._edges(x)
+        x, edges, rank = self._edges(x)
         q, (k, v) = self._project(x, rotary)
         if self.mesh is None:
             mean = self._means(k)

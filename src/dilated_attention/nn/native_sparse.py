@@ -209,7 +209,7 @@ class NativeSparseAttention(SelectingAttention):
         self._window_layout = partial(BlockLayout.local, window=window, block_size=self.block_size, is_causal=True)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
-        edges, rank = self._edges(x)
+        x, edges, rank = self._edges(x)
         q, (pooled_k, pooled_v, k, v, near_k, near_v, *far) = self._project(x, rotary)
         start, seq_len = edges[rank], edges[-1]
         if self.mesh is None:

@@ -30,6 +30,7 @@ from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
 from dilated_attention.ranking import slices, stable_topk
 from dilated_attention.routing.operator import choosers, in_graph
+from dilated_attention.torch_internals import not_traced
 
 
 @dataclass(frozen=True)
@@ -320,16 +321,17 @@ class SelectingAttention(nn.Module):
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
 
-    def _edges(self, x: Tensor) -> tuple[list[int], int]:
-        """Return (edges, rank): rank i holds the tokens [edges[i], edges[i + 1]) of x; `rank` is this one.
+    def _edges(self, x: Tensor) -> tuple[Tensor, list[int], int]:
+        """Return (x, edges, rank): rank i holds the tokens [edges[i], edges[i + 1]) of x; `rank` is this one. Over a
+        mesh x requires gradients if some rank's does.
 
         Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
         """
         if self.mesh is None:
-            return [0, x.shape[1]], 0
+            return x, [0, x.shape[1]], 0
         group = context_group(self.mesh)
-        length, size = agreed_length(x, group, 1, self.seq_len, type(self).__name__), dist.get_world_size(group)
-        return list(balanced_bounds(length, size)), dist.get_rank(group)
+        x, length = agreed_length(x, group, 1, self.seq_len, type(self).__name__)
+        return x, list(balanced_bounds(length, dist.get_world_size(group))), dist.get_rank(group)
 
     def forward(
         self,
@@ -379,7 +381,7 @@ class SelectingAttention(nn.Module):
         if not x.numel() and self.mesh is None:
             return self.output(x)
         if cache is None:
-            return self._whole(x, rotary, None)
+            return self._whole(x, rotary, None) if self.mesh is None else self._over_mesh(x, rotary)
         with cache.restored_on_error():
             if not cache.used_by(self, x.shape[0]):
                 return self._whole(x, rotary, cache)
@@ -414,7 +416,7 @@ class SelectingAttention(nn.Module):
             key: the pooled keys of the whole sequence, see `BlockChoice.importance`.
             edges, rank: from `_edges`.
         """
-        if torch.compiler.is_compiling() and self.mesh is None and cache is None:
+        if torch.compiler.is_compiling() and cache is None:
             return self.choice.in_graph(q, key)
         checks.not_mapped(type(self).__name__, q, key)
         choice, start, first = self.choice, edges[rank], -edges[rank] % self.query_block
@@ -438,6 +440,10 @@ class SelectingAttention(nn.Module):
         out = attention(q, k, v, pattern, is_causal=True, backend=self.backend, **options)
         assert isinstance(out, Tensor)
         return out
+
+    @not_traced
+    def _over_mesh(self, x: Tensor, rotary: Tables | None) -> Tensor:
+        return self._whole(x, rotary, None)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         """Return the output of x, with which the sequence begins. Fills the cache, if given."""

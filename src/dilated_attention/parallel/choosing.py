@@ -16,11 +16,13 @@ from dilated_attention.parallel import presence
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
+from dilated_attention.torch_internals import not_traced
 
 _FACTS = ("batch", "lists per KV head", "seq_len", "q_block", "k_block", "is_causal")
 """The facts that the layouts of all ranks must share to be joined."""
 
 
+@not_traced
 @torch.no_grad()
 def choose_blocks(
     choose: Callable[[Tensor, Tensor], BlockLayout], q: Tensor, k: Tensor, mesh: Mesh, *, seq_len: int | None = None
@@ -43,7 +45,7 @@ def choose_blocks(
     """
     group, name = context_group(mesh), "choose_blocks"
     link = link_of(group)
-    length = agreed_length(q, group, 1, seq_len, name, _misfit(q, k))
+    _, length = agreed_length(q, group, 1, seq_len, name, _misfit(q, k))
     agreed_length(k, group, 1, length, name)
     link.enter(name)
     bounds, kv_heads = balanced_bounds(length, link.size), k.shape[2]

@@ -35,8 +35,8 @@ from dilated_attention.torch_internals import autograd_position, rendezvous_stor
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
 _MOST_AGREED = 2**12
-"""The most call descriptions that a link keeps, each with the numbering of all layers: about 400 bytes per layer. The
-oldest is dropped first, at the same call on every rank, and compared again when it comes back."""
+"""The most call descriptions that a link keeps. The oldest is dropped first, at the same call on every rank, and
+compared again when it comes back."""
 _MOST_FORWARDS = 2**12
 """The number of a layer's last forwards that are remembered, to find the one that a recomputation repeats."""
 
@@ -133,7 +133,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class Forwards:
-    """Give each forward of one layer under one plan a number, which goes into the seals of its messages.
+    """Give each forward of one layer a number, which goes into the seals of its messages.
 
     Ranks that run the same program get the same numbers. A forward that activation checkpointing recomputes inside a
     backward gets another number, which is computed from the number of the forward which it repeats.
@@ -165,19 +165,6 @@ class Forwards:
         return 2 * (repeated << 20 | self.again[1]) + 1
 
 
-@dataclass
-class Agreed:
-    """Hold what is known about the calls with one description (`Link.agree`), once all ranks have compared it.
-
-    Attributes:
-        wanted: whether some rank has wanted gradients, in calls that can have them.
-        layers: by layer name, the numbering of this rank's forwards of that layer in these calls.
-    """
-
-    wanted: bool = False
-    layers: dict[str, Forwards] = field(default_factory=dict)
-
-
 @dataclass(eq=False)
 class Link:
     """Send and receive rows for one rank of the process group that is passed as `end_of`.
@@ -198,8 +185,8 @@ class Link:
     description: str = ""
     place: str = ""
     calls: int = 0
-    _agreed: dict[int, Agreed] = field(default_factory=dict)
-    _functions: dict[str, Forwards] = field(default_factory=dict)
+    _agreed: dict[int, bool] = field(default_factory=dict)  # by hash of a description: whether gradients are wanted
+    _forwards: dict[str, Forwards] = field(default_factory=dict)  # by name of a layer or function
     _call: int = 0
     _compared_first: bool = False
     _collectives: int = 0
@@ -228,12 +215,12 @@ class Link:
                 "Destroy it, start the lost ranks again (torchrun does) and resume from a checkpoint"
             )
 
-    def agree(self, description: str, problem: str | None, device: torch.device, wanted: bool | None = None) -> Agreed:
-        """Compare a call's description between the ranks before any row moves, and return what they agreed on.
+    def agree(self, description: str, problem: str | None, device: torch.device, wanted: bool | None = None) -> bool:
+        """Compare a call's description between the ranks before any row moves (`compare`), and return whether some rank
+        has wanted gradients in calls with this description.
 
-        Each description is compared once. If the ranks differ, or if one refuses its call, every rank raises a
-        ValueError that names these ranks and the reason. A refusal of a description that was compared before raises
-        on this rank alone.
+        Each description is compared once. A refusal of a description that was compared before raises on this rank
+        alone.
 
         Args:
             description: one `name=value` per line, `function` among them, for everything that must be equal so that
@@ -249,37 +236,42 @@ class Link:
         agreed = self._agreed.get(self.fingerprint)
         if agreed is not None and problem is not None:
             raise self._refusal(problem)
-        if agreed is not None and (wanted is None or agreed.wanted):
+        if agreed is not None and (wanted is None or agreed):
             return agreed
-        text = description if problem is None else f"refused={problem}"
-        self.fingerprint = fingerprint(text)
         self.traffic.agreements += 1
-        with self.guard("while comparing the plan's fingerprint"):
-            texts, self._attempt, anywhere = compare_texts(text, self.group, device, self._number, bool(wanted))
-        if problem is not None or len(set(texts)) > 1:
+        self._agreed[self.fingerprint] = self.compare(description, problem, device, bool(wanted))
+        if len(self._agreed) > _MOST_AGREED:
+            del self._agreed[next(iter(self._agreed))]
+        return self._agreed[self.fingerprint]
+
+    def compare(self, description: str, problem: str | None, device: torch.device, flag: bool = False) -> bool:
+        """Return whether any rank's flag is set, after comparing the ranks' descriptions. If they differ, or if one
+        rank refuses its call with a `problem`, every rank raises a ValueError that names these ranks and the reason.
+        The texts are gathered only if they differ."""
+        self.description = description
+        text = description if problem is None else f"refused={problem}"
+        texts, mine = [text], fingerprint(text)
+        words = torch.tensor([mine, -mine, self._number, int(flag)], device=device)
+        with self.guard("while comparing arguments"):
+            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
+            largest, smallest, self._attempt, any_flag = words.tolist()
+            if largest != -smallest:
+                texts *= self.size
+                dist.all_gather_object(texts, text, group=self.group)
+        if problem is not None or len(texts) > 1:
             raise ValueError(difference(texts))
-        if agreed is None:
-            agreed = self._agreed[self.fingerprint] = Agreed()
-            if len(self._agreed) > _MOST_AGREED:
-                del self._agreed[next(iter(self._agreed))]
-        if wanted is not None:
-            agreed.wanted = anywhere
-        return agreed
+        return bool(any_flag)
 
     def enter(self, name: str, number: int | None = None) -> int:
-        """Begin a collective call that is not attention: put its name and number into the seals, return the number.
-
-        `number`: in a backward, the number that its forward got; default: a new one.
-        """
+        """Begin a collective call that is not attention: put its name and number into the seals, return the number
+        (see `begin`)."""
         self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
-        return self._begin(name, self._functions, number)
+        return self.begin(name, number)
 
-    def begin(self, layer: str, number: int | None = None) -> int:
-        """Begin a forward or backward of attention: put its layer and number (see `enter`) into its seals."""
-        return self._begin(layer, self._agreed[self.fingerprint].layers, number)
-
-    def _begin(self, name: str, forwards: dict[str, Forwards], number: int | None) -> int:
-        number = forwards.setdefault(name, Forwards()).next() if number is None else number
+    def begin(self, name: str, number: int | None = None) -> int:
+        """Begin a forward or backward: put the layer's or function's name and the number of the forward into the seals,
+        and return the number. `number`: in a backward, the number that its forward got; default: a new one."""
+        number = self._forwards.setdefault(name, Forwards()).next() if number is None else number
         self._call = fingerprint(f"{number} {name}")
         return number
 
@@ -399,7 +391,7 @@ class Link:
                 f"(shorter than expected, or of another plan, layer, forward or phase: seal {found[0]}, expected "
                 f"{transfer.seal}); every rank must make the same calls in the same order"
             )
-            raise self._fail(transfer.what, reason)
+            raise self._fail(transfer.what, reason + self._roll_call())
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
@@ -438,26 +430,24 @@ class Link:
         return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
 
     def _ask_store(self) -> str:
-        """Report this failure in the store. Return, as text, which ranks do not report it.
-
-        If some of these refused this call, return only their reasons. If all ranks report the failure, return how their
-        calls differ; "" if they are equal.
-        """
+        """Report this failure in the store. Return, as text, how the calls of the ranks that report it differ, if they
+        do; and the reasons of those that refused this call, or else which ranks do not report it."""
         store, ranks = self._store(), [str(j) for j in range(self.size)]
         store.set(str(self.rank), self.description)
         silent = presence.missing(store, ranks, _ROLL_CALL_SECONDS)
-        if not silent:
-            texts = [text.decode() for text in store.multi_get(ranks)]
-            if all(texts) and len(set(texts)) > 1:
-                return f"; the ranks call with different arguments: {_differing(texts)}"
-            return ""
-        refusals = ""
+        reporting = [j for j in range(self.size) if j not in silent]
+        texts = [text.decode() for text in store.multi_get([ranks[j] for j in reporting])]
+        differing, refusals = "", ""
+        if all(texts) and len(set(texts)) > 1:
+            differing = f"; the ranks call with different arguments: {_differing(texts, reporting)}"
         for j in silent:
             if store.check([f"refusal/{j}"]):
                 call, _, problem = store.get(f"refusal/{j}").decode().partition(" ")
                 if int(call) == self.calls:
                     refusals += f"; rank {j} refused the call: {problem}"
-        return refusals or f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}"
+        if silent and not refusals:
+            refusals = f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}"
+        return differing + refusals
 
     def _write_seals(self, buffer: Tensor, framing: Framing, seal: tuple[int, int]) -> None:
         if framing.rows:
@@ -504,23 +494,6 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def compare_texts(
-    text: str, group: ProcessGroup, device: torch.device, number: int = 0, flag: bool = False
-) -> tuple[list[str], int, bool]:
-    """Return (every rank's text, the largest number of all ranks, whether any rank's flag is set).
-
-    The texts are gathered only if they differ.
-    """
-    size, mine = dist.get_world_size(group), fingerprint(text)
-    words = torch.tensor([mine, -mine, number, int(flag)], device=device)
-    dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest, number, any_flag = words.tolist()
-    texts = [text] * size
-    if largest != -smallest:
-        dist.all_gather_object(texts, text, group=group)
-    return texts, number, bool(any_flag)
-
-
 def difference(texts: Sequence[str]) -> str:
     """Return, as text, which ranks refused and why; if none did, whose descriptions differ from the most frequent."""
     refusals = {rank: text[len("refused=") :] for rank, text in enumerate(texts) if text.startswith("refused=")}
@@ -531,14 +504,15 @@ def difference(texts: Sequence[str]) -> str:
         return f"rank {ranks} refused its context parallel call, before any data moved: {next(iter(refusals.values()))}"
     return (
         f"the ranks of the context parallel group call with different arguments: {_differing(texts)}. "
-        "Every rank must pass the same pattern, lengths, dtype and options"
+        "Every rank must pass the same pattern, lengths, dtype and options, in the same grad mode, "
+        "and seq_len if shards differ in length"
     )
 
 
-def _differing(texts: Sequence[str]) -> str:
+def _differing(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     facts = [dict(line.split("=", 1) for line in text.splitlines()) for text in texts]
     functions = [{"function": each["function"]} for each in facts]
-    return presence.differences(facts if functions.count(functions[0]) == len(facts) else functions)
+    return presence.differences(facts if functions.count(functions[0]) == len(facts) else functions, ranks)
 
 
 _links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()

@@ -25,7 +25,7 @@ from dilated_attention.merge import merge_into, running
 from dilated_attention.mesh import context_group
 from dilated_attention.parallel import parts, traffic, transports
 from dilated_attention.parallel.block_partition import BlockQueries
-from dilated_attention.parallel.comm import Agreed, Link, link_of
+from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
 from dilated_attention.plan import EVERY, Plan, StridedGroup, row_counts
@@ -75,7 +75,7 @@ class _Plan:
         """Return the plan of a call, made once and then taken from the plan cache."""
         shards, _, edges = _mesh(call)
         shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
-        given = call.key_padding_mask is not None, shards.sinks
+        given = call.key_padding_mask is not None, shards.sinks, shards.gradients
         scores = call.scale, call.softcap, *given, call.dropout_p, call.first_head, shards.widths
         rows = edges, len(shards.bounds), shards.samples, shards.lengths, shards.transport
         key = ("over mesh", call.branches, call.layouts, call.is_causal, shape, scores, rows)
@@ -114,6 +114,7 @@ class _Plan:
             "sinks": "given" if shards.sinks else "None",
             "dropout_p": call.dropout_p,
             "transport": transport,
+            "gradients": "on" if shards.gradients else "off",
         }
         text = "\n".join([f"{name}={value}" for name, value in values.items()])
         each = zip(lengths, rates, bands or (EVERY,) * len(rates), strict=True)
@@ -134,13 +135,19 @@ def _digest(layout: BlockLayout) -> str:
     return digest.hexdigest()[:16]
 
 
-def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tuple[_Plan, Link, Agreed]:
-    """Check that every rank makes the same call (`Link.agree`), and return its plan, link and what the ranks agreed on.
+def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tuple[_Plan, Link, bool]:
+    """Check that every rank makes the same call (`Link.agree`). Return its plan, its link, and whether some rank wants
+    gradients.
 
     `wanted`: whether this rank wants gradients of a call that can have them; None where that does not matter.
     """
-    plan, (shards, group, _) = _Plan.of(call, q, k), _mesh(call)
+    shards, group, _ = _mesh(call)
     link = link_of(group)
+    try:
+        plan = _Plan.of(call, q, k)
+    except ValueError as error:  # the transport does not serve this call
+        link.refuse(str(error), q.device)
+        raise
     start, stop = plan.sharding.shard(link.rank)
     problem = None
     if q.shape[1] != stop - start:
@@ -302,7 +309,7 @@ def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
     if call.lengths is not None and len(q):  # the first sample knows the lengths of all
         own, call = next(samples(call, q.shape[1]))
         q, k = q[:1, :own], k[:1, :own]
-    return bool(_agree(call, q, k, wanted)[2].wanted)
+    return _agree(call, q, k, wanted)[2]
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

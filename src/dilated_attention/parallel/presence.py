@@ -65,21 +65,23 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks[:NAMED]))}{more}"
 
 
-def differences(facts: Sequence[Mapping[str, str]]) -> str:
+def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None) -> str:
     """Return, as text, which ranks' facts (name to value) differ from those that most ranks have, and in which names.
 
-    If two sets of facts are equally frequent, the one of the lowest rank is taken as the common one.
+    If two sets of facts are equally frequent, the one of the lowest rank is taken as the common one. `ranks`: whose
+    facts they are, ascending; None: those of all ranks.
     """
+    ranks = range(len(facts)) if ranks is None else ranks
     texts = [json.dumps(dict(each), sort_keys=True) for each in facts]
     usual = facts[texts.index(Counter(texts).most_common(1)[0][0])]
-    ranks: dict[str, list[int]] = {}
-    for rank, mine in enumerate(facts):
+    found: dict[str, list[int]] = {}
+    for rank, mine in zip(ranks, facts, strict=True):
         if mine != usual:
             names = [name for name in {**usual, **mine} if mine.get(name) != usual.get(name)]
             what = [f"{name}={mine.get(name)}, elsewhere {name}={usual.get(name)}" for name in names]
-            ranks.setdefault("; ".join(what), []).append(rank)
-    lines = [f"{named(some)} has {what}" for what, some in ranks.items()]
-    return f"{' | '.join(lines)} (elsewhere: rank {facts.index(usual)})"
+            found.setdefault("; ".join(what), []).append(rank)
+    lines = [f"{named(some)} has {what}" for what, some in found.items()]
+    return f"{' | '.join(lines)} (elsewhere: rank {ranks[facts.index(usual)]})"
 
 
 witness: Callable[[], str] | None = None

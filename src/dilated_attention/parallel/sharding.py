@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -14,9 +13,9 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from dilated_attention import checks
 from dilated_attention.mesh import Mesh, context_group
-from dilated_attention.parallel.comm import Link, compare_texts, difference, link_of
+from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import balanced_bounds
-from dilated_attention.torch_internals import flattened
+from dilated_attention.torch_internals import flattened, not_traced
 
 
 def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
@@ -37,6 +36,7 @@ def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
     return x.narrow(dim, start, stop - start)
 
 
+@not_traced
 def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
     """Return, on every rank of the mesh, the tensor that the rank numbered `rank` in it passes as x.
 
@@ -48,6 +48,7 @@ def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
     return x
 
 
+@not_traced
 def summed_over(mesh: Mesh, tensors: Iterable[Tensor]) -> None:
     """Replace each tensor by its sum over the ranks of the mesh, in place. All ranks must pass tensors of the same
     shapes and dtypes."""
@@ -59,16 +60,21 @@ def summed_over(mesh: Mesh, tensors: Iterable[Tensor]) -> None:
 
 def require_same(name: str, mesh: Mesh, tokens: Tensor, **values: Any) -> None:
     """Raise a ValueError on every rank unless all ranks call function `name` with the same tokens and values."""
-    link = link_of(context_group(mesh))
     digest = hashlib.sha256(tokens.long().cpu().numpy().tobytes()).hexdigest()[:16]
-    facts = {"function": name, "tokens": f"{tuple(tokens.shape)} {digest}", **values}
-    link.description, link.place = "\n".join([f"{key}={value}" for key, value in facts.items()]), name
-    with link.guard("while comparing arguments"):
-        texts, *_ = compare_texts(link.description, link.group, tokens.device)
-    if len(set(texts)) > 1:
-        raise ValueError(difference(texts))
+    _compare(name, context_group(mesh), None, tokens, tokens=f"{tuple(tokens.shape)} {digest}", **values)
 
 
+@not_traced
+def _compare(name: str, group: ProcessGroup, problem: str | None, x: Tensor, **values: Any) -> bool:
+    """Compare the values of a call of function `name` between the ranks, and whether one refuses it (`Link.compare`).
+    Return whether the x of some rank requires gradients."""
+    link, wanted = link_of(group), torch.is_grad_enabled()
+    facts, link.place = {"function": name, "gradients": "on" if wanted else "off", **values}, name
+    text = "\n".join([f"{key}={value}" for key, value in facts.items()])
+    return link.compare(text, problem, x.device, wanted and x.requires_grad)
+
+
+@not_traced
 def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
     """Return one random int64, of shape (), on every rank of the mesh: the largest of the numbers that each rank
     draws from its own generator."""
@@ -91,6 +97,7 @@ class _Gathered(torch.autograd.Function):
         return ctx.link.summed(gradient, ctx.bounds, "in backward"), None, None, None
 
 
+@not_traced
 def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:
     """Gather x from all ranks along dimension `dim`, where rank i holds [bounds[i], bounds[i + 1]).
 
@@ -114,14 +121,15 @@ def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = 
         ValueError: the shards do not make one sequence. Every rank raises it.
     """
     group = context_group(mesh)
-    bounds = balanced_bounds(agreed_length(x, group, dim, seq_len), dist.get_world_size(group))
-    return gathered(x, dim, bounds, group, "unshard_sequence")
+    x, length = agreed_length(x, group, dim, seq_len)
+    return gathered(x, dim, balanced_bounds(length, dist.get_world_size(group)), group, "unshard_sequence")
 
 
 def agreed_length(
     x: Tensor, group: ProcessGroup, dim: int, seq_len: int | None, name: str = "unshard_sequence", refused: str = ""
-) -> int:
-    """Return the global length along `dim` after checking that every rank holds its shard of it.
+) -> tuple[Tensor, int]:
+    """Return x and the global length along `dim` after checking that every rank holds its shard of it. x then requires
+    gradients if some rank's does, so that every rank takes part in the backward.
 
     Every rank raises a ValueError if the shards do not fit, or if some rank refuses its call or calls another function.
     Without this check a gather could hang or mix up rows.
@@ -132,40 +140,22 @@ def agreed_length(
         refused: why this rank refuses its own call, if it does.
     """
     rank, size, shape = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
-    rows, problem = 0, f"dim={dim} is none of the {x.dim()} dimensions of x on rank {rank}"
-    if -x.dim() <= dim < x.dim():
-        rows, shape[dim], problem = x.shape[dim], "seq", ""
-    problem, length = f"{refused} on rank {rank}" if refused else problem, 0
+    problem, length = refused or f"dim={dim} is none of the {x.dim()} dimensions of x", 0
     try:
-        length = checks.integer("seq_len", rows * size if seq_len is None else seq_len, 0)
-        start, stop = sequence_range(length, group)
-        if not problem and rows != stop - start:
-            problem = f"x has {rows} rows in dim {dim}; the shard of rank {rank} of seq_len={length} has {stop - start}"
+        if not refused and -x.dim() <= dim < x.dim():
+            rows, shape[dim], problem = x.shape[dim], "seq", ""
+            length = checks.integer("seq_len", rows * size if seq_len is None else seq_len, 0)
+            start, stop = sequence_range(length, group)
+            if rows != stop - start:
+                problem = (
+                    f"x has {rows} rows in dim {dim}; the shard of rank {rank} of seq_len={length} has {stop - start}"
+                )
     except ValueError as error:
-        problem = problem or f"{error} on rank {rank}"
-    kind = f"{x.dtype} of shape ({', '.join(shape)})"
-    link = link_of(group)
-    link.description, link.place = f"function={name}", name
-    own = f"{link.description}\nshard="
-    with link.guard("while comparing lengths"):
-        texts, *_ = compare_texts(own + json.dumps([problem, kind, 0 if problem else length]), group, x.device)
-    if not all(text.startswith(own) for text in texts):
-        raise ValueError(difference(texts))
-    found = [json.loads(text.removeprefix(own)) for text in texts]
-    if refusal := next((problem for problem, *_ in found if problem), ""):
-        raise ValueError(refusal)
-    other = next((j for j in range(size) if found[j] != found[0]), None)
-    if other is None:
-        return length
-    if found[0][1] != found[other][1]:
-        raise ValueError(
-            f"x: the shards make no sequence: {found[0][1]} on rank 0, {found[other][1]} on rank {other}; "
-            "give every rank the same dtype, dim and shape, but for the length"
-        )
-    raise ValueError(
-        f"x: the shards make no sequence along dim {dim}: one of seq_len={found[0][2]} on rank 0, one of "
-        f"seq_len={found[other][2]} on rank {other}; give every rank the length of the whole sequence as seq_len"
-    )
+        problem = str(error)
+    shard = f"{x.dtype} ({', '.join(shape)})"
+    if _compare(name, group, problem or None, x, shard=shard, seq_len=length) and not x.requires_grad:
+        x = x.detach().requires_grad_()
+    return x, length
 
 
 def shard_labels(labels: Tensor, mesh: Mesh, ignore_index: int = -100) -> Tensor:
@@ -184,14 +174,15 @@ def shard_labels(labels: Tensor, mesh: Mesh, ignore_index: int = -100) -> Tensor
     return torch.cat([shifted, labels.new_full((labels.shape[0], 1), ignore_index)], 1)
 
 
+@not_traced
 def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Literal["mean", "sum"] = "mean") -> Tensor:
     """Average a loss over all ranks' valid tokens: sum_j loss_sum_j / sum_j n_valid_j, the same on every rank.
 
     A mean of local means would give a shard with few valid labels the same weight as a full one.
 
     Args:
-        loss_sum: the sum of this rank's token losses, a scalar.
-        n_valid: the number of tokens in this sum.
+        loss_sum: the sum of this rank's token losses, or several that are added up.
+        n_valid: the number of tokens in this sum, or several.
         mesh: the ranks to average over. If there are data and context axes, give the mesh of both, `mesh["data",
             "context"]`, which is flattened.
         gradients: how parameter gradients are reduced over `mesh` afterwards: `"mean"` (DDP, FSDP) or `"sum"`. The
@@ -200,9 +191,9 @@ def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Lite
     if gradients not in ("mean", "sum"):
         raise ValueError(f'gradients must be "mean" or "sum"; got {gradients!r}')
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
-        mesh = flattened(mesh, "_".join(mesh.mesh_dim_names or map(str, range(mesh.ndim))))
-    link = link_of(context_group(mesh))
-    own = torch.stack([loss_sum.detach().double(), torch.as_tensor(n_valid, device=loss_sum.device).double()])
+        mesh = flattened(mesh)
+    link, loss_sum = link_of(context_group(mesh)), loss_sum.sum()
+    own = torch.stack([loss_sum.detach().double(), torch.as_tensor(n_valid, device=loss_sum.device).sum().double()])
     link.enter("cp_mean")
     total = link.whole(own[None], range(link.size + 1), "in the exchange of sums").sum(0)
     size = link.size if gradients == "mean" else 1

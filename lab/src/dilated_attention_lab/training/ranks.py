@@ -55,7 +55,7 @@ class Ranks:
         )
         shape = (watch.size // context_parallel, context_parallel)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
-        return cls(mesh, flattened(mesh["data", "context"], "data_context"), watch)
+        return cls(mesh, flattened(mesh["data", "context"]), watch)
 
     def leave(self) -> None:
         """Leave the group at the end of a run.
