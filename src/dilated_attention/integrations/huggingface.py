@@ -136,12 +136,15 @@ def _warn_of_unused(config: Any) -> None:
 _their_implementation, _their_post_init = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
 
 
-def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
-    """Do what transformers' `get_correct_attn_implementation` does. If that is ours, refuse a model that cannot use it.
+def _correct_implementation(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+    """Do what transformers' `get_correct_attn_implementation` does, but where nothing is requested, a pattern requests
+    ours, also in a part of a loaded whole. If ours is found, refuse a model that cannot use it.
 
     See `register`. A model whose modules are not made yet is left to `_post_init`, unless `_chooses_a_class`.
     """
-    found = _their_implementation(self, *args, **kwargs)
+    if requested_attention is None and getattr(self.config, NAME, None) is not None:
+        requested_attention = NAME
+    found = _their_implementation(self, requested_attention, *args, **kwargs)
     if found == NAME and (self._modules or _chooses_a_class(type(self))):  # else `_post_init` sees the made modules
         _require_own_layers(self)
     return found
