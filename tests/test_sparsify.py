@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
 from dilated_attention import BlockLayout, attention_weights
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks
-from dilated_attention.integrations.huggingface import NAME, dilate, report, sparsify
+from dilated_attention.integrations.huggingface import NAME, dilate, report, sparsify, visibility
 from dilated_attention.integrations.own_attention import Shown
 from dilated_attention.routing import topk_blocks, topp_blocks, vertical_slash
 from transformers_families import build
@@ -42,6 +43,16 @@ def test_all_blocks_are_the_models_own_attention(family, tokens):
     assert (_logits(model, tokens) - expected).abs().max() > 1e-4
     sparsify(model, None)
     torch.testing.assert_close(_logits(model, tokens), expected, rtol=0, atol=0)
+
+
+def test_a_text_without_images_is_a_prompt():
+    """Gemma 3 and PaliGemma describe the images of every text; blocks in which no query lies change nothing."""
+    ids = torch.full((2, TOKENS), -1)
+    mask, chosen = or_masks(causal_mask_function, blockwise_overlay(ids)), ChosenBlocks(SOME, 0)
+    assert chosen.serves(visibility(2, TOKENS, TOKENS, mask_function=mask))
+    ids[1, 4:9] = 0
+    assert not chosen.serves(visibility(2, TOKENS, TOKENS, mask_function=mask))
+    assert visibility(2, 4, TOKENS, q_offset=TOKENS - 4, mask_function=mask).blocks is None
 
 
 @pytest.mark.parametrize("selector", [SOME, partial(vertical_slash, density=0.3, block_size=4)])

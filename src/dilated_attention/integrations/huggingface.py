@@ -525,7 +525,7 @@ def visibility(
             shown = shown or read_mask(mask_function)
         except UnsupportedError as error:  # for the layer that is given it
             return Refused(error)
-        return _placed(shown, q_length, kv_length, q_offset, kv_offset, attention_mask)
+        return _placed(shown, q_length, kv_length, int(q_offset), kv_offset, attention_mask)
     pattern_of(config)
     for flag in ("is_encoder_decoder", "add_cross_attention"):
         if getattr(config, flag, False):
@@ -572,18 +572,19 @@ def _padded(seen: Visibility, real: Tensor) -> Visibility:
     return replace(seen, lengths=real.sum(1), order=order)
 
 
-def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_start: int, mask: Tensor | None) -> Shown:
+def _placed(shown: Shown, queries: int, keys: int, q_start: int, k_start: int, mask: Tensor | None) -> Shown:
     """Return what a mask shows, together with the positions of its queries and keys, and the keys that are padding.
 
-    queries, keys: their number. q_start: an integer or a one-element tensor. mask: `(batch, positions)` from position 0
-    on, true at real tokens; None: no padding.
+    queries, keys: their number. mask: `(batch, positions)` from position 0 on, true at real tokens; None: no padding.
     """
-    hidden = None
+    hidden, blocks = None, shown.blocks
+    if blocks is not None and (blocks[:, q_start : q_start + queries] < 0).all():  # a text without images, a new token
+        blocks = None
     if mask is not None:
         real = nn.functional.pad(mask.bool(), (0, max(0, k_start + keys - mask.shape[1])))[:, k_start : k_start + keys]
         if torch.compiler.is_compiling() or not real.all():
             hidden = ~real
-    return replace(shown, q_start=int(q_start), k_start=k_start, queries=queries, keys=keys, hidden=hidden)
+    return replace(shown, blocks=blocks, q_start=q_start, k_start=k_start, queries=queries, keys=keys, hidden=hidden)
 
 
 _REPORTED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
