@@ -342,9 +342,12 @@ _CHOSEN = "_chosen_blocks"
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose class name ends in "Attention" and that have no such module as a direct child."""
-    modules = [x for x in model.modules() if type(x).__name__.endswith("Attention")]
-    return [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
+    """Return the modules whose class is named ...Attention or ...MLA and that have no such module as a direct child."""
+
+    def attends(module: nn.Module) -> bool:
+        return type(module).__name__.endswith(("Attention", "MLA"))
+
+    return [x for x in model.modules() if attends(x) and not any(map(attends, x.children()))]
 
 
 def _all_have_windows(layers: list[nn.Module]) -> bool:
