@@ -42,6 +42,7 @@ from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
 from dilated_attention.integrations.own_attention import (
+    REMEDY,
     NotATensor,
     Refused,
     Shown,
@@ -718,6 +719,8 @@ def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -
         remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
         if own and name == "cu_seq_lens_q":
             remedy = "position_ids alone separate packed samples; collate without return_flash_attn_kwargs"
+        elif own and name not in ("output_attentions", "cache"):
+            remedy += f"; {REMEDY}"
         raise UnsupportedError(f"{name}: {remedy}")
 
 
@@ -767,11 +770,11 @@ def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bo
         causal = _is_causal(module, is_causal) and queries > 1
         return Shown(causal, q_start=keys - queries, queries=queries, keys=keys)
     if not isinstance(mask, Shown):
-        raise _over_pairs(mask, ', or load the model with attn_implementation="sdpa"')
+        raise _over_pairs(mask, f", or {REMEDY}")
     if (mask.queries, mask.keys) != (queries, keys):
         raise UnsupportedError(
             f"{type(module).__name__}: {queries} queries over {keys} keys, where the mask has {mask.queries} and "
-            f'{mask.keys}; load the model with attn_implementation="sdpa"'
+            f"{mask.keys}; {REMEDY}"
         )
     return mask
 
