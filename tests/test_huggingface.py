@@ -509,13 +509,20 @@ def test_a_pattern_that_no_layer_reads_is_refused(tmp_path):
     torch.testing.assert_close(again(input_ids=tokens).logits, dilated)
 
 
-def test_a_part_s_pattern_without_effect_gives_a_warning(tmp_path):
-    """A saved whole that asks for nothing loads with PyTorch's operator, and so does its part."""
-    config = composite()
-    config.text_config.dilated_attention = {"segment_lengths": [8], "dilation_rates": [1]}
-    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+def test_a_part_alone_is_dilated_saved_and_loaded(tmp_path):
+    """Its pattern acts if the whole requests nothing; with another implementation for the whole, a warning names it."""
+    model, tokens = transformers.LlavaForConditionalGeneration(composite()).eval(), torch.arange(40)[None]
+    dense = model(input_ids=tokens).logits
+    dilate(model.model.language_model, [8], [1])
+    dilated = model(input_ids=tokens).logits
+    assert not torch.allclose(dilated, dense)
+    model.save_pretrained(tmp_path)
+    again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(input_ids=tokens).logits, dilated)
+    assert again.config.vision_config._attn_implementation == "sdpa"
     with pytest.warns(UserWarning, match=r"LlamaConfig.dilated_attention holds a pattern, but .*'sdpa' does not use"):
-        transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path)
+        whole = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="sdpa")
+    torch.testing.assert_close(whole.eval()(input_ids=tokens).logits, dense)
 
 
 def test_dropout_acts_in_training_alone():

@@ -2234,6 +2234,18 @@ def _(told):
     assert model(tokens, attention_mask=pairs).logits.isfinite().all()
 
 
+@remedy("no bias is added to scores")
+def _(told):
+    model = transformers.T5EncoderModel(transformers.T5Config(vocab_size=60, d_model=16, d_kv=4, d_ff=16, num_layers=1))
+    tokens = _tokens()
+    expected = model.eval()(tokens).last_hidden_state
+    model.set_attn_implementation("dilated_attention")
+    with told() as caught:
+        model(tokens)
+    model.set_attn_implementation(of(caught, 'attn_implementation="(.*)"'))
+    same(model(tokens).last_hidden_state, expected)
+
+
 @remedy('has not called this library yet; load it with attn_implementation="{}" and run a forward first')
 def _(told):
     model = _model("Llama")

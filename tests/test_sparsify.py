@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LongcatFlashConfig, LongcatFlashForCausalLM, PreTrainedModel
+from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
 from dilated_attention import BlockLayout, attention_weights
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks
-from dilated_attention.integrations.huggingface import NAME, dilate, report, sparsify
+from dilated_attention.integrations.huggingface import NAME, dilate, report, sparsify, visibility
 from dilated_attention.integrations.own_attention import Shown
 from dilated_attention.routing import topk_blocks, topp_blocks, vertical_slash
 from transformers_families import build
@@ -42,6 +43,26 @@ def test_all_blocks_are_the_models_own_attention(family, tokens):
     assert (_logits(model, tokens) - expected).abs().max() > 1e-4
     sparsify(model, None)
     torch.testing.assert_close(_logits(model, tokens), expected, rtol=0, atol=0)
+
+
+def test_a_text_without_images_is_a_prompt():
+    """Gemma 3 and PaliGemma describe the images of every text; blocks in which no query lies change nothing."""
+    ids = torch.full((2, TOKENS), -1)
+    mask, chosen = or_masks(causal_mask_function, blockwise_overlay(ids)), ChosenBlocks(SOME, 0)
+    assert chosen.serves(visibility(2, TOKENS, TOKENS, mask_function=mask))
+    ids[1, 4:9] = 0
+    assert not chosen.serves(visibility(2, TOKENS, TOKENS, mask_function=mask))
+    assert visibility(2, 4, TOKENS, q_offset=TOKENS - 4, mask_function=mask).blocks is None
+
+
+def test_layers_that_are_not_named_attention(tokens):
+    """LongCat Flash calls its two attention layers of each block MLA."""
+    size = {"hidden_size": 32, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 8, "num_layers": 1, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 2}
+    model = sparsify(LongcatFlashForCausalLM(LongcatFlashConfig(**size, **heads, **ranks)).eval(), SOME, first=0)
+    _logits(model, tokens)
+    assert report(model).count("of the blocks, which hold") == 2
 
 
 @pytest.mark.parametrize("selector", [SOME, partial(vertical_slash, density=0.3, block_size=4)])

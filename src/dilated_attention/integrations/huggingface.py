@@ -42,6 +42,7 @@ from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
 from dilated_attention.integrations.own_attention import (
+    REMEDY,
     NotATensor,
     Refused,
     Shown,
@@ -136,12 +137,15 @@ def _warn_of_unused(config: Any) -> None:
 _their_implementation, _their_post_init = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
 
 
-def _correct_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
-    """Do what transformers' `get_correct_attn_implementation` does. If that is ours, refuse a model that cannot use it.
+def _correct_implementation(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+    """Do what transformers' `get_correct_attn_implementation` does, but where nothing is requested, a pattern requests
+    ours, also in a part of a loaded whole. If ours is found, refuse a model that cannot use it.
 
     See `register`. A model whose modules are not made yet is left to `_post_init`, unless `_chooses_a_class`.
     """
-    found = _their_implementation(self, *args, **kwargs)
+    if requested_attention is None and getattr(self.config, NAME, None) is not None:
+        requested_attention = NAME
+    found = _their_implementation(self, requested_attention, *args, **kwargs)
     if found == NAME and (self._modules or _chooses_a_class(type(self))):  # else `_post_init` sees the made modules
         _require_own_layers(self)
     return found
@@ -339,9 +343,12 @@ _CHOSEN = "_chosen_blocks"
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose class name ends in "Attention" and that have no such module as a direct child."""
-    modules = [x for x in model.modules() if type(x).__name__.endswith("Attention")]
-    return [x for x in modules if not any(type(y).__name__.endswith("Attention") for y in x.children())]
+    """Return the modules whose class is named ...Attention or ...MLA and that have no such module as a direct child."""
+
+    def attends(module: nn.Module) -> bool:
+        return type(module).__name__.endswith(("Attention", "MLA"))
+
+    return [x for x in model.modules() if attends(x) and not any(map(attends, x.children()))]
 
 
 def _all_have_windows(layers: list[nn.Module]) -> bool:
@@ -522,7 +529,7 @@ def visibility(
             shown = shown or read_mask(mask_function)
         except UnsupportedError as error:  # for the layer that is given it
             return Refused(error)
-        return _placed(shown, q_length, kv_length, q_offset, kv_offset, attention_mask)
+        return _placed(shown, q_length, kv_length, int(q_offset), kv_offset, attention_mask)
     pattern_of(config)
     for flag in ("is_encoder_decoder", "add_cross_attention"):
         if getattr(config, flag, False):
@@ -569,18 +576,19 @@ def _padded(seen: Visibility, real: Tensor) -> Visibility:
     return replace(seen, lengths=real.sum(1), order=order)
 
 
-def _placed(shown: Shown, queries: int, keys: int, q_start: int | Tensor, k_start: int, mask: Tensor | None) -> Shown:
+def _placed(shown: Shown, queries: int, keys: int, q_start: int, k_start: int, mask: Tensor | None) -> Shown:
     """Return what a mask shows, together with the positions of its queries and keys, and the keys that are padding.
 
-    queries, keys: their number. q_start: an integer or a one-element tensor. mask: `(batch, positions)` from position 0
-    on, true at real tokens; None: no padding.
+    queries, keys: their number. mask: `(batch, positions)` from position 0 on, true at real tokens; None: no padding.
     """
-    hidden = None
+    hidden, blocks = None, shown.blocks
+    if blocks is not None and (blocks[:, q_start : q_start + queries] < 0).all():  # a text without images, a new token
+        blocks = None
     if mask is not None:
         real = nn.functional.pad(mask.bool(), (0, max(0, k_start + keys - mask.shape[1])))[:, k_start : k_start + keys]
         if torch.compiler.is_compiling() or not real.all():
             hidden = ~real
-    return replace(shown, q_start=int(q_start), k_start=k_start, queries=queries, keys=keys, hidden=hidden)
+    return replace(shown, blocks=blocks, q_start=q_start, k_start=k_start, queries=queries, keys=keys, hidden=hidden)
 
 
 _REPORTED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -711,6 +719,8 @@ def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -
         remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
         if own and name == "cu_seq_lens_q":
             remedy = "position_ids alone separate packed samples; collate without return_flash_attn_kwargs"
+        elif own and name not in ("output_attentions", "cache"):
+            remedy += f"; {REMEDY}"
         raise UnsupportedError(f"{name}: {remedy}")
 
 
@@ -760,11 +770,11 @@ def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bo
         causal = _is_causal(module, is_causal) and queries > 1
         return Shown(causal, q_start=keys - queries, queries=queries, keys=keys)
     if not isinstance(mask, Shown):
-        raise _over_pairs(mask, ', or load the model with attn_implementation="sdpa"')
+        raise _over_pairs(mask, f", or {REMEDY}")
     if (mask.queries, mask.keys) != (queries, keys):
         raise UnsupportedError(
             f"{type(module).__name__}: {queries} queries over {keys} keys, where the mask has {mask.queries} and "
-            f'{mask.keys}; load the model with attn_implementation="sdpa"'
+            f"{mask.keys}; {REMEDY}"
         )
     return mask
 

@@ -23,7 +23,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from dilated_attention import Dilated, UnsupportedError, Window, attention
 from dilated_attention.plumbing import dtype_of_products, without_overrides
 
-_REMEDY = 'load the model with attn_implementation="sdpa"'
+REMEDY = 'load the model with attn_implementation="sdpa"'
 
 
 class _NoTensorError(UnsupportedError, AttributeError):
@@ -32,7 +32,7 @@ class _NoTensorError(UnsupportedError, AttributeError):
     def __init__(self) -> None:
         super().__init__(
             "the model computes with its mask over pairs, which dilated attention does not form; choose a model that "
-            f"hands it to its attention alone, or {_REMEDY}"
+            f"hands it to its attention alone, or {REMEDY}"
         )
 
 
@@ -183,7 +183,7 @@ def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _unknown(what: str) -> UnsupportedError:
-    return UnsupportedError(f"the model asks for a mask that is no window, chunk or packed sample ({what}): {_REMEDY}")
+    return UnsupportedError(f"the model asks for a mask that is no window, chunk or packed sample ({what}): {REMEDY}")
 
 
 _every_key = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731  # as Gemma 3 writes it
@@ -347,7 +347,7 @@ def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict
     this token are 0. Raises UnsupportedError with a cache."""
     assert shown.first_tokens is not None
     if shown.q_start or shown.k_start or shown.queries != shown.keys:
-        raise UnsupportedError(f"chunks with a cache, in a graph that torch.compile traces: {_REMEDY}")
+        raise UnsupportedError(f"chunks with a cache, in a graph that torch.compile traces: {REMEDY}")
     first, place = shown.first_tokens[:, None], torch.arange(shown.keys, device=q.device)
     order = (place + first) % shown.keys
     hidden = None if shown.hidden is None else shown.hidden.gather(1, order)
@@ -372,7 +372,7 @@ def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
         if begin >= end:
             continue
         if stop > shown.k_start + shown.keys:
-            raise UnsupportedError(f"a block of {stop - first} tokens, of which the cache has a part: {_REMEDY}")
+            raise UnsupportedError(f"a block of {stop - first} tokens, of which the cache has a part: {REMEDY}")
         rows, keys = slice(begin - shown.q_start, end - shown.q_start), slice(0, stop - shown.k_start)
         pattern = Dilated((stop,), (1,)) if shown.window is None else Window(shown.window - 1, stop)
         found = attention(
@@ -395,7 +395,7 @@ def _runs(blocks: Tensor) -> list[tuple[int, int, int]]:
         edges = [p for p in range(len(row) + 1) if p in (0, len(row)) or row[p] != row[p - 1]]
         runs = [(first, stop) for first, stop in itertools.pairwise(edges) if row[first] >= 0]
         if len({row[first] for first, _ in runs}) < len(runs):
-            raise UnsupportedError(f"a block of tokens that lies in several places: {_REMEDY}")
+            raise UnsupportedError(f"a block of tokens that lies in several places: {REMEDY}")
         found += [(i, first, stop) for first, stop in runs]
     return found
 
