@@ -149,9 +149,11 @@ def hooked(*modules: nn.Module) -> bool:
 
 
 def observed(*tensors: Tensor) -> bool:
-    """Return whether something watches the operators of eager code, so that none may be skipped: a dispatch mode (fake
-    tensors, selective checkpointing, counters of FLOPs) or a subclass of Tensor."""
-    return torch._C._len_torch_dispatch_stack() > 0 or not _PLAIN.issuperset(map(type, tensors))
+    """Return whether PyTorch does more around an operator of eager code than run it, so that none may be skipped: for a
+    dispatch mode (fake tensors, selective checkpointing, counters of FLOPs), a subclass of Tensor, or a tensor whose
+    memory holds the negated numbers."""
+    watched = torch._C._len_torch_dispatch_stack() > 0 or not _PLAIN.issuperset(map(type, tensors))
+    return watched or any(x.is_neg() for x in tensors)
 
 
 _PLAIN = frozenset((Tensor,))
