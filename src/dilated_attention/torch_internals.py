@@ -27,6 +27,9 @@ BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 unobserved: Any = torch.utils._python_dispatch._disable_current_modes
 """A context in which no dispatch mode sees operators, so that new tensors hold numbers while torch.export traces."""
 
+untransformed: Any = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
+"""A context in which no transform of torch.func wraps new tensors, or refuses to draw random numbers."""
+
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which no argument's `__torch_function__` is asked."""
 
