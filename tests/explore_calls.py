@@ -2,7 +2,8 @@
 
 `test_properties` and `test_blocks` vary what a call asks. This varies how it is made:
 
-- memory: each tensor expanded, overlapping itself, with strides of 0, an offset or gaps; one tensor as q, k and v;
+- memory: each tensor expanded, overlapping itself, with strides of 0, an offset or gaps, negated in memory; one tensor
+  as q, k and v;
 - gradients: of some of q, k, v and sinks, from out, lse or both, by a dout of any strides, twice;
 - samples: no batch, no tokens, empty samples, lengths and edges as lists or strided tensors, masks with strides of 0;
 - state: default dtype and device, deterministic algorithms, number of threads, no_grad, inference_mode, checkpointing;
@@ -44,7 +45,7 @@ NAMES = ("q", "k", "v", "sinks")
 MODES = (
     ["eager"] * 6 + ["vmap"] * 3 + ["vmap of grad"] * 2 + ["grad", "no_grad", "inference_mode", "checkpoint", "shared"]
 )
-MEMORY = ["dense", "permuted", "sliced", "expanded", "overlapping", "wide"]
+MEMORY = ["dense", "permuted", "sliced", "expanded", "overlapping", "wide", "negated"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then on the Triton backend alone
 
 
@@ -71,6 +72,8 @@ def memory(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> T
         offset = draw.randint(0, 3)
         size = offset + 1 + sum(max(n - 1, 0) * stride for n, stride in zip(shape, strides, strict=True))
         return normal(min(size, 1 << 20)).as_strided(shape, strides, offset) if size <= 1 << 20 else normal(*shape)
+    if kind == "negated":  # in memory: as conjugation leaves an imaginary part
+        return torch._neg_view(normal(*shape))
     return normal(*shape)
 
 

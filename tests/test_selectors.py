@@ -209,6 +209,14 @@ def test_newest_tokens_of_samples_of_different_lengths(heads, own):
         torch.testing.assert_close(lse[sample], expected[1][0, :, -new:], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("batch", "new"), [(0, 2), (2, 0)])
+def test_no_queries_to_list_for(batch, new):
+    q, k, v = make(23, 4, 2)
+    chosen = torch.zeros(1, 1, 3, dtype=torch.int64)
+    out, lse = listed_attention(q[:batch, :new], k[:batch], v[:batch, ..., :3], chosen, 4, return_lse=True)
+    assert (out.shape, lse.shape) == ((batch, new, 4, 3), (batch, 4, new))
+
+
 def test_pages_of_several_tokens_cropped_and_reordered():
     """Each token chooses what it does alone; rejected keys leave nothing behind."""
     q, k, _ = make(40, 4, 2)

@@ -54,6 +54,7 @@ def test_transforms_and_modes_are_noticed():
 
     assert not torch_internals.observed(x)
     assert torch_internals.observed(torch.nn.Parameter(x))
+    assert torch_internals.observed(torch._neg_view(x))
     with FlopCounterMode(display=False):
         assert torch_internals.observed(x)
         with torch_internals.unobserved():

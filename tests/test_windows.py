@@ -691,14 +691,17 @@ def test_transports_of_windows():
 
 
 @pytest.mark.parametrize(
-    "pattern", [Dilated((16,), (1,)), Window(3), Window(2**62, 2**62), Window(3, rate=2**30)], ids=str
+    "pattern",
+    [Dilated((16,), (1,)), Window(3), Window(2**62, 2**62), Window(3, rate=2**30), BlockLayout.local(16, 4, 4)],
+    ids=str,
 )
 @pytest.mark.parametrize("backend", ["auto", "native", "reference"])
 def test_no_keys_yet(pattern, backend):
-    q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 0, 2, 8)
-    out, lse = attention(q, k, k, pattern, q_start=0, backend=backend, return_lse=True)
-    assert not out.any()
-    assert torch.equal(lse, torch.full((1, 2, 5), -math.inf))
+    for queries in (5, 0):
+        q, k = torch.randn(1, queries, 2, 8), torch.randn(1, 0, 2, 8)
+        out, lse = attention(q, k, k, pattern, q_start=0, backend=backend, return_lse=True)
+        assert not out.any()
+        assert torch.equal(lse, torch.full((1, 2, queries), -math.inf))
 
 
 @pytest.mark.parametrize("backend", ["auto", "native", "reference"])

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dilated_attention.torch_internals import untransformed
+
 Value = TypeVar("Value")
 
 _names, _numbers = WeakTensorKeyDictionary(), count()
@@ -81,7 +83,7 @@ class PlanCache:
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Return the value of `key`, made with `make()` if the cache does not hold it: outside the lock, without
-        gradients, and outside inference mode, whose tensors could not be used in training later."""
+        gradients, and outside inference mode and transforms, whose tensors could not be used elsewhere."""
         with self._lock:
             if (entry := self._entries.pop(key, None)) is not None:
                 self._hits += 1
@@ -92,7 +94,7 @@ class PlanCache:
         return value
 
     def _make(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        with torch.inference_mode(False), torch.no_grad():  # the first alone would turn gradients on
+        with torch.inference_mode(False), torch.no_grad(), untransformed():  # the first alone would turn gradients on
             value = make()
         size: int = value.nbytes  # type: ignore[attr-defined]
         with self._lock:

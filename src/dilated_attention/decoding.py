@@ -225,7 +225,7 @@ def listed_attention(
     head = torch.arange(lists.shape[1], device=q.device)[:, None] * kv_heads // lists.shape[1]
     keys, values = (x[query // max(1, new), token, head] for x in (k, v))
     out, lse = newest_attention(q.flatten(0, 1)[:, None], keys, values, hidden, scale=scale)
-    out, lse = out.view(batch, new, heads, -1), lse.view(batch, new, heads)
+    out, lse = out.view(batch, new, heads, v.shape[3]), lse.view(batch, new, heads)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse.transpose(1, 2)) if return_lse else out

@@ -246,7 +246,7 @@ def _layout_at_positions(
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, mask := options["key_padding_mask"])
     queries, keys = (range(at, at + x.shape[1]) for x, at in zip((q, k), starts_of(options), strict=True))
-    stop = max(queries.stop, keys.stop)
+    stop = max(queries.stop, keys.stop, 1)  # a layout has a token
     if layout.seq_len < stop:
         raise ValueError(
             f"layout is for {layout.seq_len} tokens, but q or k reaches to position {stop}; build a longer one"

@@ -20,7 +20,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, warn_of_blind
 from dilated_attention.pictures import PIXELS, plot_bands, plot_counts
 from dilated_attention.plan import ALL, EVERY, WHOLE, Branches, OffsetTable, plan_of
-from dilated_attention.torch_internals import constant_when_traced, in_torch_func, is_symbol
+from dilated_attention.torch_internals import constant_when_traced, is_symbol
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -518,8 +518,8 @@ def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout
             raise ValueError(f"layout({length}) must give a BlockLayout; got {type(made).__name__}")
         return made
 
-    # torch.compile cannot trace the cache's lock: it traces the builder. A transform of torch.func wraps new tensors.
-    kept = not (torch.compiler.is_compiling() or in_torch_func()) and type(layout).__weakrefoffset__
+    # torch.compile cannot trace the cache's lock: it traces the builder.
+    kept = not torch.compiler.is_compiling() and type(layout).__weakrefoffset__
     return plan_layout((name_of(layout), length), make) if kept else make()
 
 

@@ -27,6 +27,9 @@ BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 unobserved: Any = torch.utils._python_dispatch._disable_current_modes
 """A context in which no dispatch mode sees operators, so that new tensors hold numbers while torch.export traces."""
 
+untransformed: Any = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
+"""A context in which no transform of torch.func wraps new tensors, or refuses to draw random numbers."""
+
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which no argument's `__torch_function__` is asked."""
 
@@ -149,9 +152,11 @@ def hooked(*modules: nn.Module) -> bool:
 
 
 def observed(*tensors: Tensor) -> bool:
-    """Return whether something watches the operators of eager code, so that none may be skipped: a dispatch mode (fake
-    tensors, selective checkpointing, counters of FLOPs) or a subclass of Tensor."""
-    return torch._C._len_torch_dispatch_stack() > 0 or not _PLAIN.issuperset(map(type, tensors))
+    """Return whether PyTorch does more around an operator of eager code than run it, so that none may be skipped: for a
+    dispatch mode (fake tensors, selective checkpointing, counters of FLOPs), a subclass of Tensor, or a tensor whose
+    memory holds the negated numbers."""
+    watched = torch._C._len_torch_dispatch_stack() > 0 or not _PLAIN.issuperset(map(type, tensors))
+    return watched or any(x.is_neg() for x in tensors)
 
 
 _PLAIN = frozenset((Tensor,))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.layout.spans import BlockGrid, Lists, Spans, check_share, runs_of_spans
-from dilated_attention.torch_internals import constant_when_traced, fixed, unobserved
+from dilated_attention.torch_internals import constant_when_traced, fixed, unobserved, untransformed
 
 Value = TypeVar("Value")
 
@@ -32,7 +32,7 @@ def constant(builder: Callable[..., Value], grid: BlockGrid, *arguments: Any) ->
 def _constant(
     builder: Callable[..., Value], seq_len: int, q_block: int, k_block: int, is_causal: bool, *arguments: Any
 ) -> Value:
-    with unobserved():
+    with unobserved(), untransformed():
         return builder(BlockGrid(seq_len, q_block, k_block, is_causal), *arguments)
 
 
