@@ -45,13 +45,12 @@ MOST_IDLE = 1.3
 It is `Launch.idle`, the time with whole jobs over perfect balance. The kernel of five has few, large jobs.
 """
 
-LEAST_KEYS = {torch.float32: 128, torch.bfloat16: 8, torch.float16: 8}
-LEAST_KEYS_WIDE = {**LEAST_KEYS, torch.float32: 512}
-"""The fewest keys per query, with full segments, for which `auto` chooses this backend on a processor with AMX.
+LEAST_KEYS = {torch.float32: (128, 512), torch.bfloat16: (8, 8), torch.float16: (8, 8)}
+"""The fewest keys per query, with full segments, for which `auto` chooses this backend on a processor with AMX: for a
+head_dim of up to 64, and for a larger one.
 
-LEAST_KEYS is for a head_dim of up to 64, LEAST_KEYS_WIDE for a larger one. With fewer keys, the gathers and edges of a
-tile cost more than its products (notebook, 2026-11-22 and 2026-11-24). With AVX2 and AVX-512 they cost less than the
-native backend for any number (2026-11-27 and 2026-11-28).
+With fewer keys, the gathers and edges of a tile cost more than its products (notebook, 2026-11-22 and 2026-11-24). With
+AVX2 and AVX-512 they cost less than the native backend for any number (2026-11-27 and 2026-11-28).
 """
 
 
@@ -87,8 +86,7 @@ def on_request(facts: Facts) -> str | None:
 
 def least_keys(dtype: torch.dtype, head_dim: int) -> int:
     """Return the fewest keys per query for which `auto` chooses this backend on this machine."""
-    table = LEAST_KEYS if head_dim <= 64 else LEAST_KEYS_WIDE
-    return table.get(dtype, 0) if has_amx() else 0
+    return LEAST_KEYS.get(dtype, (0, 0))[head_dim > 64] if has_amx() else 0
 
 
 # ---- the library
