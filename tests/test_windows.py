@@ -765,6 +765,33 @@ def test_the_query_of_a_hidden_token_may_hold_anything(pattern, q_start, k_start
     torch.testing.assert_close(found, gradients)
 
 
+@pytest.mark.parametrize(("is_causal", "beyond"), [(True, 18), (False, 32)])
+@pytest.mark.parametrize("backend", ["auto", "native", "reference"])
+def test_keys_after_those_that_some_query_sees_may_hold_anything(backend, is_causal, beyond):
+    """A cache has memory for tokens to come."""
+    layout = BlockLayout.local(64, 8, 8)
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (8, 40, 40))
+    for pattern in (layout, layout.causal(), layout + Window(3), Dilated([16], [1])):
+        results = []
+        for value in (0.0, torch.nan):
+            leaves = [q.clone(), k.clone(), v.clone()]
+            for x in leaves[1:]:
+                x[:, beyond:] = value
+            for x in leaves:
+                x.requires_grad_()
+            out = attention(*leaves, pattern, is_causal=is_causal, q_start=10, backend=backend)
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+        assert all(map(torch.equal, *results))
+
+
+def test_query_blocks_without_a_query_list_nothing():
+    layout = BlockLayout.local(64, 8, 8)
+    kept, whole = layout.prefix(40, 10, 18).dense_blocks()[0, 0], layout.dense_blocks()[0, 0]
+    assert torch.equal(kept[1:3], whole[1:3, :5])
+    assert not kept[[0, 3, 4]].any()
+    assert layout.prefix(64, 0, 64) is layout
+
+
 def test_positions_have_a_limit():
     q = torch.randn(1, 2, 1, 8)
     for backend in ("native", "reference"):

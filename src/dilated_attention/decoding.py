@@ -141,12 +141,11 @@ def newest_attention(
         if hidden is not None:
             k, v = (x.masked_fill(hidden[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
         scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
-        empty = None
         if hidden is not None:
             empty = hidden.all(-1, keepdim=True)  # no softmax of -inf alone
             scores = scores.masked_fill((hidden & ~empty)[:, :, None], -torch.inf)
         lse = scores.logsumexp(-1)
-        if empty is not None:
+        if hidden is not None:
             lse = lse.masked_fill(empty, -torch.inf)
         return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype), lse.flatten(1, 2)[:, None]
 

@@ -218,7 +218,7 @@ def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, opt
     """Attend in samples that end at positions `lengths`; return out and lse, `(batch, heads, seq)`. Keys after the end
     of a sample are hidden, and queries after it get out 0 and lse -inf."""
     checks.tensors(q, k, v, placed=True)
-    checks.mask(k, options["key_padding_mask"])
+    checks.mask(k, mask := options["key_padding_mask"])
     lengths, _ = checks.ragged(q, options["lengths"], None)
     assert lengths is not None
     if checks.readable(lengths) and (lengths < 0).any():
@@ -227,8 +227,8 @@ def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, opt
     first_query, first_key = starts_of(options)
     after = torch.arange(q.shape[1], device=q.device) + first_query >= lengths
     hidden = torch.arange(k.shape[1], device=k.device) + first_key >= lengths
-    if options["key_padding_mask"] is not None:
-        hidden |= options["key_padding_mask"]
+    if mask is not None:
+        hidden |= mask
     q = q.masked_fill(after[..., None, None], 0.0)  # they may hold NaN
     options = {**options, "lengths": None, "key_padding_mask": hidden}
     out, lse = attention(q, k, v, pattern, return_lse=True, **options)
@@ -240,13 +240,17 @@ def _layout_at_positions(
 ) -> tuple[Tensor, Tensor]:
     """Attend over a layout with given positions of q and k; return out and lse, `(batch, heads, seq)`.
 
-    q, k and v are padded to all positions from 0 to the last one. Query blocks before q list nothing, and padded keys
-    are hidden.
+    q, k and v are padded to all positions from 0 to the last one. Query blocks without queries list nothing, and padded
+    keys are hidden. Causal calls leave out keys after the last query, which a cache may not hold yet.
     """
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, mask := options["key_padding_mask"])
-    queries, keys = (range(at, at + x.shape[1]) for x, at in zip((q, k), starts_of(options), strict=True))
-    stop = max(queries.stop, keys.stop, 1)  # a layout has a token
+    q_start, k_start = starts_of(options)
+    if options["is_causal"] or layout.is_causal:
+        seen = max(0, q_start + q.shape[1] - k_start)
+        k, v, mask = k[:, :seen], v[:, :seen], None if mask is None else mask[:, :seen]
+    queries, keys = range(q_start, q_start + q.shape[1]), range(k_start, k_start + k.shape[1])
+    stop = max(queries.stop, keys.stop, 1)
     if layout.seq_len < stop:
         raise ValueError(
             f"layout is for {layout.seq_len} tokens, but q or k reaches to position {stop}; build a longer one"
@@ -256,8 +260,8 @@ def _layout_at_positions(
         mask = pad(mask, (keys.start, stop - keys.stop), value=True)
     options = {**options, "q_start": None, "k_start": None, "key_padding_mask": mask}
     q, k, v = (pad(x, (0, 0, 0, 0, at.start, stop - at.stop)) for x, at in ((q, queries), (k, keys), (v, keys)))
-    out, lse = attention(q, k, v, layout.prefix(stop, queries.start), return_lse=True, **options)
-    return out[:, queries.start : queries.stop], lse[:, :, queries.start : queries.stop]
+    out, lse = attention(q, k, v, layout.prefix(stop, q_start, queries.stop), return_lse=True, **options)
+    return out[:, q_start : queries.stop], lse[:, :, q_start : queries.stop]
 
 
 class CallOptions(Options, total=False):

@@ -283,8 +283,8 @@ class _Repeated(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         for layout in ctx.call.layouts:
             layout.require_unchanged()
-        given = [dout] if dlse is None else [dout, dlse]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or in_batched_gradients(*given) or observed(*given):
+        traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if traced or in_batched_gradients(dout, dlse) or observed(dout, dlse):
             return *_apply_backward(dout, dlse, q, k, v, out, lse, [], *_pack(ctx.call)), None
         return *_run_backward(ctx.call, dout, dlse, q, k, v, [out, lse]), None
 

@@ -151,15 +151,13 @@ def hooked(*modules: nn.Module) -> bool:
     return any(x._forward_hooks or x._forward_pre_hooks or "forward" in x.__dict__ for x in inside)
 
 
-def observed(*tensors: Tensor) -> bool:
-    """Return whether PyTorch does more around an operator of eager code than run it, so that none may be skipped: for a
-    dispatch mode (fake tensors, selective checkpointing, counters of FLOPs), a subclass of Tensor, or a tensor whose
-    memory holds the negated numbers."""
-    watched = torch._C._len_torch_dispatch_stack() > 0 or not _PLAIN.issuperset(map(type, tensors))
-    return watched or any(x.is_neg() for x in tensors)
-
-
-_PLAIN = frozenset((Tensor,))
+def observed(*tensors: Tensor | None) -> bool:
+    """Return whether operators of eager code may not be skipped: for a dispatch mode (fake tensors, selective
+    checkpointing, counters of FLOPs), a subclass of Tensor, or a tensor whose memory holds the negated numbers."""
+    for x in tensors:
+        if x is not None and (type(x) is not Tensor or x.is_neg()):
+            return True
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def on_default_stream(x: Tensor) -> bool:

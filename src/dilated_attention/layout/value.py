@@ -537,21 +537,21 @@ class BlockLayout:
             return self
         return self.select(heads=[head * self.num_heads // num_heads for head in range(num_heads)])
 
-    def prefix(self, seq_len: int, start: int = 0) -> BlockLayout:
+    def prefix(self, seq_len: int, start: int = 0, stop: int | None = None) -> BlockLayout:
         """Return the layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks.
 
         Args:
-            start: query blocks that end before this token get empty lists.
+            start, stop: query blocks without a token in [start, stop) get empty lists; stop=None: seq_len.
         """
         self.require_unchanged()
         if seq_len > self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
-        first = start // self.q_block
-        if seq_len == self.seq_len and not first:
+        first, rows, columns = start // self.q_block, -(-seq_len // self.q_block), -(-seq_len // self.k_block)
+        last = rows if stop is None else -(-stop // self.q_block)
+        if seq_len == self.seq_len and not first and last >= rows:
             return self
-        rows, columns = -(-seq_len // self.q_block), -(-seq_len // self.k_block)
         row = self.row % self.query_blocks
-        keep = (first <= row) & (row < rows) & (self.indices < columns)
+        keep = (first <= row) & (row < min(rows, last)) & (self.indices < columns)
         indptr = kept_before(keep)[self.indptr[..., : rows + 1]]
         return self._with(indptr, self.indices[keep], seq_len=seq_len)
 
