@@ -103,7 +103,7 @@ def _masks() -> list[Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_eager(family):
     models, tokens = _models(family), _tokens()
-    if family == "diffusion_gemma":  # gradients of up to 2,000: eager's are as far from float64's as ours
+    if family in ("diffusion_gemma", "embedding_gemma2"):  # gradients in thousands: eager's round as far as ours
         models = *models, _in_float64(models[0])
     outputs = [_output(model, input_ids=tokens) for model in models]
     _assert_close(*outputs[:3])
