@@ -10,6 +10,7 @@ import torch
 from dilated_attention import BlockLayout, Dilated, Window, attention, attention_weights
 from dilated_attention.backends.reference import count_matrix
 from dilated_attention.nn import BlockSparseRingMultiheadDilatedAttention
+from dilated_attention.patterns import Sum
 from tolerances import TOLERANCE, relative_error
 
 N, HEADS, KV_HEADS = 75, 4, 2
@@ -30,11 +31,14 @@ PATTERNS = {
     "layout per sample, with empty rows": some((2, HEADS), 0.2),
     "causal layout": some((1, 1)).causal(),
     "product": Dilated((40, 75), (1, 2)) * (lambda n: some((1, HEADS), seq_len=n)),
+    "sum with layouts": DILATED + some((1, HEADS)) + Dilated((40,), (1,)) * (lambda n: some((1, 1), seq_len=n)),
 }
 
 
 def counts(pattern, is_causal: bool) -> torch.Tensor:
     """Return how often each query of each query head sees each key, (batch or 1, heads, seq, seq)."""
+    if isinstance(pattern, Sum):
+        return sum(counts(part, is_causal) for part in pattern.parts)
     if isinstance(pattern, BlockLayout):
         seen = pattern.dense_mask().expand(-1, HEADS, -1, -1).long()
     else:

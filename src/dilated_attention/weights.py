@@ -12,7 +12,7 @@ from dilated_attention.call import Pattern, branched_factor
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated, Product, without_padding
+from dilated_attention.patterns import Dilated, Product, Sum, without_padding
 from dilated_attention.plan import Rows, StridedGroup, plan_of
 
 _LEAST_RUN = 256  # queries of a narrow window that are computed at once
@@ -76,12 +76,15 @@ def attention_weights(
         kv_heads = k.shape[2]
         wide_q, wide_k = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale), k.to(lse.dtype)
         indices, values = [torch.empty(4, 0, dtype=torch.int64, device=q.device)], [lse.new_empty(0)]
-        branches = branched_factor(pattern, seq_len).branches(kv_heads)
-        plan = plan_of(branches, (0, seq_len), None, is_causal)
-        for group in (part for whole in plan.groups for part in _narrow(whole)):
-            layout = pattern if isinstance(pattern, BlockLayout) else None
-            if isinstance(pattern, Product):
-                layout = pattern.layout_of(group.queries.count)
+        groups: list[tuple[Pattern, StridedGroup]] = []
+        for part in pattern.parts if isinstance(pattern, Sum) else (pattern,):
+            branches = branched_factor(part, seq_len).branches(kv_heads)
+            plan = plan_of(branches, (0, seq_len), None, is_causal)
+            groups += [(part, group) for whole in plan.groups for group in _narrow(whole)]
+        for part, group in groups:
+            layout = part if isinstance(part, BlockLayout) else None
+            if isinstance(part, Product):
+                layout = part.layout_of(group.queries.count)
             if layout is not None:
                 layout = layout.for_heads(heads)
                 layout = layout.causal() if is_causal else layout
