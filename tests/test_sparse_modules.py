@@ -465,7 +465,7 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
         from dilated_attention.backends import cpu
         from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention
 
-        cpu.least_keys = lambda dtype, head_dim: 24  # for any number of keys it is 0, but with AMX
+        cpu.least_keys = lambda dtype, head_dim: 24  # as with AMX; elsewhere there is no bound
         torch.manual_seed(0)
         shared = {"block_size": 16, "query_block": 4}
         sizes = {"compress_block": 8, "compress_stride": 4, "num_selected": 3, "window": 8, **shared}
