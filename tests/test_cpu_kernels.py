@@ -28,11 +28,12 @@ from conformance import band_of, causal, evaluate, excesses, problem, random_cal
 from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.jobs import NEARBY
 from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
 from dilated_attention.errors import BackendError
 from dilated_attention.kernels.cpu import build
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Window
 from dilated_attention.plan import Branches, Plan, Rows, StridedGroup, plan_dilated, plan_of
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.profile import profile
@@ -631,6 +632,17 @@ def test_owners_share_no_queries():
             assert sorted(map(tuple, lines.tolist())) in [sorted(map(tuple, x.table.lines.tolist())) for x in plain]
 
 
+@pytest.mark.parametrize(("before", "together"), [(128, True), (2000, False)])
+def test_heads_share_pages_of_memory_where_a_window_is_narrow(before, together):
+    plan = plan_of(Window(before).branches(4), (0, 4096), None, True)
+    (launch,) = cpu.launches(problem(plan, True, 1.0), torch.empty(1, 4096, 4, 8), "queries")
+    heads, starts = launch.table.lines[:, [tiles.HEAD, tiles.START]].T.numpy()
+    assert len(set(zip(heads, starts, strict=True))) == len(heads) > 4
+    (changes,) = np.diff(heads).nonzero()
+    assert (len(changes) > 4) == together
+    assert (np.diff(starts // NEARBY) >= 0).all() == together
+
+
 @both
 def test_a_launch_of_few_rows_leaves_the_others_to_the_kernel_of_five_products(is_causal, monkeypatch):
     """This happens on a rank of a large world, whose shard has few rows of the farthest branches."""
@@ -732,7 +744,7 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         import torch
         from dilated_attention.backends import cpu
         from dilated_attention.backends.problem import Problem
-        from dilated_attention.patterns import Dilated
+        from dilated_attention.patterns import Dilated, Window
         from dilated_attention.plan import plan_dilated
 
         torch.set_num_threads(2)

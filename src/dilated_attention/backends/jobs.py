@@ -12,6 +12,8 @@ from dilated_attention.backends import tiles
 from dilated_attention.kernels.configurations import Side
 from dilated_attention.plan import Plan
 
+NEARBY = 768  # tokens; others: docs/notebook.md, "heads of a window"
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -68,24 +70,27 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
     rows = int(lines[:, tiles.ROWS].max(initial=0))
     few = rows <= most_few
-    if not owned:
+    size = 1
+    if owned:
+        order, jobs = _owners(lines)
+    else:
         # Tiles that stream the same rows become neighbours, because a thread keeps the rows that it has gathered
-        # (Kept in kernels/cpu/tiles.h). So do the heads of a segment, whose rows share pages of memory.
+        # (Kept in kernels/cpu/tiles.h). So do the heads of a segment, and of NEARBY tokens under a narrow window, whose
+        # rows share pages of memory.
         *shorter, longest = lines[:, tiles.STARTS].T
-        order = np.lexsort((*shorter, lines[:, tiles.HEAD], longest))
-        ordered = replace(table, lines=torch.from_numpy(lines[order]))
-        size = max(1, min(together, len(lines) // 64)) if few else 1
+        near, far = (lines[:, edges].astype(np.int64) for edges in tiles.EDGES)
+        narrow = (abs(near - far) < NEARBY).all(1)
+        order = np.lexsort((*shorter, lines[:, tiles.HEAD], narrow * lines[:, tiles.START] // NEARBY, longest))
+        if few:
+            size = max(1, min(together, len(lines) // 64))
         jobs = np.append(np.arange(0, len(lines), size), len(lines))
-        weights = np.add.reduceat(weights[order], jobs[:-1]) if len(lines) else weights
-        return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * size)
-    order, jobs = _owners(lines)
-    sums = np.add.reduceat(weights[order], jobs[:-1]) if len(order) else weights
-    heaviest = np.argsort(-sums, kind="stable")
-    sizes = np.diff(jobs)[heaviest]
-    moved = np.repeat(jobs[:-1][heaviest] - np.cumsum(sizes) + sizes, sizes) + np.arange(len(order))
-    ordered = replace(table, lines=torch.from_numpy(np.ascontiguousarray(lines[order[moved]])))
-    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
-    return Launch(side, ordered, starts, sums[heaviest], few, rows)
+    weights = np.add.reduceat(weights[order], jobs[:-1]) if len(lines) else weights
+    if owned:
+        heaviest = np.argsort(-weights, kind="stable")
+        order = order[np.argsort(np.repeat(np.argsort(heaviest), np.diff(jobs)), kind="stable")]
+        weights, jobs = weights[heaviest], np.append(0, np.cumsum(np.diff(jobs)[heaviest]))
+    ordered = replace(table, lines=torch.from_numpy(lines[order]))
+    return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * size)
 
 
 def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
