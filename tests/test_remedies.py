@@ -1009,15 +1009,6 @@ def _(told):
         same(found[sample : sample + 1, :length], theirs(own, own, own)[0])
 
 
-@remedy("padding that the matrix has no column for; pass need_weights=False")
-def _(told):
-    theirs, ours = theirs_and_ours(compat="torchscale")
-    x = torch.randn(2, 12, 16)
-    with told():
-        ours(x, x, x, need_weights=True)
-    same(ours(x, x, x, need_weights=False)[0], theirs(x, x, x)[0])
-
-
 @remedy("pad ragged samples and pass key_padding_mask (in nn.TransformerEncoder: enable_nested_tensor=False)")
 def _(told):
     theirs, ours = theirs_and_ours()

@@ -164,7 +164,7 @@ class NativeSparse(_Selection):
         torch.Size([1, 100, 256])
     """
 
-    kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]] = NativeSparseAttention
+    kind = NativeSparseAttention
 
     compress_block: int = 32
     compress_stride: int = 16
@@ -186,7 +186,7 @@ class BlockMixture(_Selection):
         torch.Size([1, 100, 256])
     """
 
-    kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]] = BlockAttentionMixture
+    kind = BlockAttentionMixture
 
     block_size: int = 256
     top_k: int = 4
