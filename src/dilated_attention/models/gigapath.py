@@ -134,6 +134,9 @@ class GigaPathSlideEncoder(Pretrained):
         self.cls = nn.Parameter(torch.empty(dim))
         self.encoder = LongNetEncoder(config.encoder, backend=backend)
         self.norm = nn.LayerNorm(dim, config.norm_eps)
+        self._draw()
+
+    def _draw(self) -> None:
         nn.init.xavier_uniform_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
         nn.init.normal_(self.cls, std=0.02)
