@@ -681,7 +681,7 @@ def test_saved_and_loaded(model, folder):
         ({"pattern": Dilated((4, 8), (1, 2), offsets=((0,), (1,)))}, "offsets"),
         ({"positions": "learned"}, "positions='learned'"),
         ({"xpos_scale_base": 0}, "xpos_scale_base=0"),
-        ({"sub_ln": 1}, "sub_ln=1: must be true or false"),
+        ({"sub_ln": 1}, "sub_ln must be a bool; got 1"),
         ({"norm_eps": 0.0}, r"norm_eps=0\.0"),
         ({"dropout": 1.0}, r"dropout=1\.0: must be a number of at least 0 and below 1"),
         ({"attention_dropout": "0.1"}, r"attention_dropout='0\.1'"),

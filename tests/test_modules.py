@@ -17,6 +17,7 @@ from dilated_attention.nn import (
     BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     MultiheadDilatedAttention,
+    RingDilatedAttention,
     TransformerBlock,
     rotary_tables,
     rotate,
@@ -419,6 +420,10 @@ class TestBlockSparse:
             for actual, wanted in zip(module(q, k, v, is_causal=True, return_lse=True), expected, strict=True):
                 same(actual, wanted)
         assert "BlockLayout(seq_len=75" in repr(kind(self.layout))
+
+    def test_a_ring_takes_any_pattern(self):
+        q, k, v = (torch.randn(2, 75, h, 8, **F64) for h in (4, 2, 2))
+        same(RingDilatedAttention(pattern=self.layout)(q, k, v), attention(q, k, v, self.layout))
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_moves_as_any_module(self, dtype):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from dilated_attention import Dilated, Sum, Window
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary
+from dilated_attention.plumbing import checks
 
 Some = TypeVar("Some", bound="Configuration")
 
@@ -109,12 +110,6 @@ def _short(value: Any) -> str:
     """Shorten a value for a message: a file may hold anything, of any length."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def require_booleans(configuration: Any, *names: str) -> None:
-    for name in names:
-        if type(getattr(configuration, name)) is not bool:
-            raise ValueError(f"{name}={getattr(configuration, name)!r}: must be true or false")
 
 
 def require_number(
@@ -277,7 +272,8 @@ class LongNetConfig(Configuration):
     def __post_init__(self) -> None:
         require_integers(self, "embed_dim", optional=("vocab_size", "num_kv_heads", "mlp_dim"))
         require_integers(self, "num_layers", "num_heads", most=MOST)
-        require_booleans(self, "sub_ln", "bias", "final_norm", "tie_embeddings")
+        for name in ("sub_ln", "bias", "final_norm", "tie_embeddings"):
+            checks.boolean(name, getattr(self, name))
         require_number(self, "rope_base", 1)
         require_number(self, "xpos_scale_base", 0)
         require_number(self, "norm_eps", 0)
