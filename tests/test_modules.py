@@ -351,6 +351,8 @@ def test_a_pattern_holds_its_own_options(more, unchecked):
             kind(pattern=Window(5), **more)
         with pytest.raises(ValueError, match=r"pattern must be one that attention takes.* got list"):
             kind(pattern=[4, 8])
+        with pytest.raises(ValueError, match="segment_lengths must hold positive integers, one per branch; got 4"):
+            kind(segment_lengths=4, dilation_rates=1)
         with pytest.raises(ValueError, match=r"segment_lengths=\[4\] and dilation_rates=None: give both, or pattern="):
             kind(segment_lengths=[4])
 
@@ -486,6 +488,8 @@ class TestBlockSparse:
         q = torch.randn(1, 75, 2, 8)
         with pytest.raises(ValueError, match="layout must be a BlockLayout or a callable"):
             BlockSparseDilatedAttention([1, 2])
+        with pytest.raises(ValueError, match="segment_lengths must hold positive integers, one per branch; got 4"):
+            BlockSparseDilatedAttention(self.layout, 4, 1)
         with pytest.raises(ValueError, match="segment_lengths and dilation_rates go together"):
             BlockSparseDilatedAttention(self.layout, [4])
         with pytest.raises(ValueError, match="are of a dilated pattern"):

@@ -383,7 +383,7 @@ def load_longvit(
 def _pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> Dilated:
     """Return a pattern with offsets="head_block". The weights were trained with these offsets, so they are used even if
     compat is None."""
-    return Dilated(tuple(segment_lengths), tuple(dilation_rates), "head_block")
+    return Dilated(segment_lengths, dilation_rates, "head_block")  # type: ignore[arg-type]
 
 
 def _begin(tensors: Mapping[str, Tensor]) -> str:

@@ -18,7 +18,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import held_mesh, mesh_size
-from dilated_attention.patterns import Dilated, LayoutOfLength, Product, pattern_for
+from dilated_attention.patterns import LayoutOfLength, Product, dilated, pattern_for
 from dilated_attention.torch_internals import of_all_elements, require_when_run
 from dilated_attention.weights import attention_weights
 
@@ -70,7 +70,7 @@ class DilatedAttention(nn.Module):
                 raise ValueError(
                     f"segment_lengths={segment_lengths} and dilation_rates={dilation_rates}: give both, or pattern="
                 )
-            pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups, compat)
+            pattern = dilated(segment_lengths, dilation_rates, offsets, head_groups, compat)
         elif not (segment_lengths is dilation_rates is compat is None) or head_groups or offsets != "head":
             raise ValueError(
                 f"pattern={pattern!r} is given beside segment_lengths, dilation_rates, offsets, head_groups or compat, "
@@ -213,7 +213,7 @@ def _sparse(
             "Give both, or none for a layout without dilation"
         )
     if segment_lengths is not None and dilation_rates is not None:
-        return Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups) * layout
+        return dilated(segment_lengths, dilation_rates, offsets, head_groups, None) * layout
     if offsets != "head" or head_groups:
         raise ValueError(
             f"offsets={offsets!r}, head_groups={head_groups} are of a dilated pattern; give segment_lengths and "
