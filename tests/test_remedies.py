@@ -1423,6 +1423,15 @@ def _(told):
     assert KeyValueCache(model.config, 1, max_len=9).nbytes > 0
 
 
+@remedy("cache belongs to a model of another configuration; call this model's prefill")
+def _(told):
+    model, tokens = language_model(), torch.randint(20, (1, 9))
+    other = language_model(pattern=Dilated((4, 8), (1, 2)))
+    with told():
+        model.decode(tokens[:, 8], other.prefill(tokens[:, :8])[1])
+    same(model.decode(tokens[:, 8], model.prefill(tokens[:, :8])[1]), model(tokens)[:, -1])
+
+
 @remedy("tokens: empty prompt; give at least one token per sample")
 def _(told):
     model = language_model()

@@ -334,6 +334,8 @@ class LongNetLM(LongNetStack):
             raise ValueError(
                 f"tokens must be ({cache.batch_size},), one for each sample of the cache; got {tuple(tokens.shape)}"
             )
+        if cache.config != self.config:
+            raise ValueError("cache belongs to a model of another configuration; call this model's prefill")
         x = self.embed(tokens[:, None])
         positions = cache.step()
         tables = tables_of(self.config, (positions, cache.origins), x)
