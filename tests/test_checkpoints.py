@@ -590,6 +590,8 @@ def test_heads_that_the_weights_contradict():
     encoder = Golden("ts_longnet_encoder_aligned")
     with pytest.raises(ValueError, match="num_heads: the weights do not tell"):
         load_torchscale(encoder.weights, **{**encoder.options, "num_heads": None})
+    with pytest.raises(ValueError, match="dilation_rates must hold positive integers, one per branch; got 4"):
+        load_torchscale(encoder.weights, **{**encoder.options, "dilation_rates": 4})
     with pytest.raises(ValueError, match="embed_dim=32: must be a multiple of num_heads=5"):
         load_torchscale(encoder.weights, **{**encoder.options, "num_heads": 5})
     other = {**golden.weights, "layers.1.self_attn.xpos.scale": torch.ones(4)}

@@ -17,6 +17,7 @@ from dilated_attention.nn import (
     BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     MultiheadDilatedAttention,
+    RingDilatedAttention,
     TransformerBlock,
     rotary_tables,
     rotate,
@@ -168,7 +169,7 @@ def test_refusals(unchecked):
     x = torch.randn(2, 8, 16)
     module = MultiheadDilatedAttention(16, 2, **COVER)
     compat = MultiheadDilatedAttention(16, 2, **COVER, compat="torchscale")
-    with pytest.raises(UnsupportedError, match="need_weights=True: with compat='torchscale'"):
+    with pytest.raises(UnsupportedError, match="compat='torchscale': a part of each row's weight"):
         compat(x, x, x, need_weights=True)
     for mask in (torch.zeros(8, 8), torch.ones(8, 8, dtype=torch.bool).triu(), torch.ones(4, 8, 8).triu(1).bool()):
         with pytest.raises(UnsupportedError, match=r"attn_mask( of shape \(4, 8, 8\), seq=8)?: .* only the causal one"):
@@ -350,6 +351,8 @@ def test_a_pattern_holds_its_own_options(more, unchecked):
             kind(pattern=Window(5), **more)
         with pytest.raises(ValueError, match=r"pattern must be one that attention takes.* got list"):
             kind(pattern=[4, 8])
+        with pytest.raises(ValueError, match="segment_lengths must hold positive integers, one per branch; got 4"):
+            kind(segment_lengths=4, dilation_rates=1)
         with pytest.raises(ValueError, match=r"segment_lengths=\[4\] and dilation_rates=None: give both, or pattern="):
             kind(segment_lengths=[4])
 
@@ -420,6 +423,10 @@ class TestBlockSparse:
                 same(actual, wanted)
         assert "BlockLayout(seq_len=75" in repr(kind(self.layout))
 
+    def test_a_ring_takes_any_pattern(self):
+        q, k, v = (torch.randn(2, 75, h, 8, **F64) for h in (4, 2, 2))
+        same(RingDilatedAttention(pattern=self.layout)(q, k, v), attention(q, k, v, self.layout))
+
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_moves_as_any_module(self, dtype):
         module = BlockSparseRingMultiheadDilatedAttention(32, 4, layout=self.layout)
@@ -481,6 +488,8 @@ class TestBlockSparse:
         q = torch.randn(1, 75, 2, 8)
         with pytest.raises(ValueError, match="layout must be a BlockLayout or a callable"):
             BlockSparseDilatedAttention([1, 2])
+        with pytest.raises(ValueError, match="segment_lengths must hold positive integers, one per branch; got 4"):
+            BlockSparseDilatedAttention(self.layout, 4, 1)
         with pytest.raises(ValueError, match="segment_lengths and dilation_rates go together"):
             BlockSparseDilatedAttention(self.layout, [4])
         with pytest.raises(ValueError, match="are of a dilated pattern"):

@@ -1009,15 +1009,6 @@ def _(told):
         same(found[sample : sample + 1, :length], theirs(own, own, own)[0])
 
 
-@remedy("padding that the matrix has no column for; pass need_weights=False")
-def _(told):
-    theirs, ours = theirs_and_ours(compat="torchscale")
-    x = torch.randn(2, 12, 16)
-    with told():
-        ours(x, x, x, need_weights=True)
-    same(ours(x, x, x, need_weights=False)[0], theirs(x, x, x)[0])
-
-
 @remedy("pad ragged samples and pass key_padding_mask (in nn.TransformerEncoder: enable_nested_tensor=False)")
 def _(told):
     theirs, ours = theirs_and_ours()
@@ -1430,6 +1421,15 @@ def _(told):
         model.decode(tokens[:, 8], model.prefill(tokens[:, :8], max_len=8)[1])
     same(model.decode(tokens[:, 8], model.prefill(tokens[:, :8], max_len=9)[1]), model(tokens)[:, -1])
     assert KeyValueCache(model.config, 1, max_len=9).nbytes > 0
+
+
+@remedy("cache belongs to a model of another configuration; call this model's prefill")
+def _(told):
+    model, tokens = language_model(), torch.randint(20, (1, 9))
+    other = language_model(pattern=Dilated((4, 8), (1, 2)))
+    with told():
+        model.decode(tokens[:, 8], other.prefill(tokens[:, :8])[1])
+    same(model.decode(tokens[:, 8], model.prefill(tokens[:, :8])[1]), model(tokens)[:, -1])
 
 
 @remedy("tokens: empty prompt; give at least one token per sample")

@@ -224,7 +224,7 @@ def test_published_shapes():
     ("change", "message"),
     [
         ({"in_chans": 0}, "in_chans=0"),
-        ({"global_pool": "mean"}, "global_pool='mean'"),
+        ({"global_pool": "mean"}, "global_pool must be a bool; got 'mean'"),
         ({"encoder": {}}, "encoder={}: must be a LongNetConfig"),
         ({"encoder": dataclasses.replace(ENCODER, vocab_size=5)}, "must take vectors"),
         ({"encoder": dataclasses.replace(ENCODER, embed_dim=6, num_heads=2)}, "multiple of 4 channels"),

@@ -177,9 +177,6 @@ class _Taken:
         self.missing: list[str] = []
         self.misshapen: list[str] = []
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
     def take(self, name: str, *shape: int) -> Tensor:
         self.names.add(name)
         if name not in self.tensors:
@@ -320,7 +317,7 @@ def load_gigapath(
     taken.weights["cls"] = taken.take("cls_token", 1, 1, dim).flatten()
     taken.layer("projection", "patch_embed.proj", dim, channels)
     taken.layer("norm", "norm", dim)
-    if "pos_embed" in taken:
+    if "pos_embed" in taken.tensors:
         taken.take("pos_embed", 1, slide_ngrids**2 + 1, dim)
     config = GigaPathConfig(
         in_chans=channels, slide_ngrids=slide_ngrids, tile_size=tile_size, global_pool=global_pool, encoder=encoder
@@ -347,8 +344,9 @@ def load_longvit(
             weights.
     """
     taken = _Taken(source, prefix)
-    tensors, part = taken.tensors, "model." if "model.pos_embed" in taken else ""  # a classifier's backbone is `model`
-    missing = [name for name in (f"{part}patch_embed.proj.weight", f"{part}pos_embed") if name not in taken]
+    tensors = taken.tensors
+    part = "model." if "model.pos_embed" in tensors else ""  # a classifier's backbone is `model`
+    missing = [name for name in (f"{part}patch_embed.proj.weight", f"{part}pos_embed") if name not in tensors]
     if missing:
         raise ValueError(
             f"the checkpoint does not fit LongViT: missing: {_some(missing)}; its names: {_begin(tensors)}"
@@ -372,7 +370,7 @@ def load_longvit(
     _stack(taken, "encoder.", f"{part}encoder.", encoder)
     taken.layer("patches", f"{part}patch_embed.proj", dim, *kernel.shape[1:])
     taken.weights["positions"] = taken.take(f"{part}pos_embed", 1, side * side, dim)[0]
-    classes = tensors["head.weight"].shape[0] if "head.weight" in taken else None
+    classes = tensors["head.weight"].shape[0] if "head.weight" in tensors else None
     if classes is not None:
         taken.layer("norm", "fc_norm", dim)
         taken.layer("head", "head", classes, dim)
@@ -385,7 +383,7 @@ def load_longvit(
 def _pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> Dilated:
     """Return a pattern with offsets="head_block". The weights were trained with these offsets, so they are used even if
     compat is None."""
-    return Dilated(tuple(segment_lengths), tuple(dilation_rates), "head_block")
+    return Dilated(segment_lengths, dilation_rates, "head_block")  # type: ignore[arg-type]
 
 
 def _begin(tensors: Mapping[str, Tensor]) -> str:
@@ -430,7 +428,7 @@ def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options
         num_layers=1,
         num_heads=num_heads,
         positions=None if scale is None else "xpos",
-        sub_ln=f"{prefix}inner_attn_ln.weight" in taken,
+        sub_ln=f"{prefix}inner_attn_ln.weight" in taken.tensors,
         bias=True,
         **options,
     )
@@ -443,7 +441,7 @@ def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: di
     hidden = taken.tensors.get(f"{prefix}layers.0.ffn.fc1.weight", torch.empty(4 * config.embed_dim, 0))
     words = taken.tensors.get(f"{prefix}embed_tokens.weight")
     output = taken.tensors.get(f"{prefix}output_projection.weight")
-    final_norm = f"{prefix}layer_norm.weight" in taken
+    final_norm = f"{prefix}layer_norm.weight" in taken.tensors
     if not final_norm and not config.sub_ln:
         raise ValueError(
             f"the checkpoint has neither sub-LN nor {prefix}layer_norm.weight: it is of a post-norm model, "

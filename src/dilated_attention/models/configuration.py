@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from dilated_attention import Dilated, Sum, Window
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary
+from dilated_attention.plumbing import checks
 
 Some = TypeVar("Some", bound="Configuration")
 
@@ -111,12 +112,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def require_booleans(configuration: Any, *names: str) -> None:
-    for name in names:
-        if type(getattr(configuration, name)) is not bool:
-            raise ValueError(f"{name}={getattr(configuration, name)!r}: must be true or false")
-
-
 def require_number(
     configuration: Any, name: str, above: float, below: float = sys.float_info.max, *, least: bool = False
 ) -> None:
@@ -164,7 +159,7 @@ class NativeSparse(_Selection):
         torch.Size([1, 100, 256])
     """
 
-    kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]] = NativeSparseAttention
+    kind = NativeSparseAttention
 
     compress_block: int = 32
     compress_stride: int = 16
@@ -186,7 +181,7 @@ class BlockMixture(_Selection):
         torch.Size([1, 100, 256])
     """
 
-    kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]] = BlockAttentionMixture
+    kind = BlockAttentionMixture
 
     block_size: int = 256
     top_k: int = 4
@@ -277,7 +272,8 @@ class LongNetConfig(Configuration):
     def __post_init__(self) -> None:
         require_integers(self, "embed_dim", optional=("vocab_size", "num_kv_heads", "mlp_dim"))
         require_integers(self, "num_layers", "num_heads", most=MOST)
-        require_booleans(self, "sub_ln", "bias", "final_norm", "tie_embeddings")
+        for name in ("sub_ln", "bias", "final_norm", "tie_embeddings"):
+            checks.boolean(name, getattr(self, name))
         require_number(self, "rope_base", 1)
         require_number(self, "xpos_scale_base", 0)
         require_number(self, "norm_eps", 0)

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dilated_attention import Dilated
-from dilated_attention.models.configuration import LongNetConfig
+from dilated_attention.models.configuration import MOST_TOKENS, LongNetConfig
 from dilated_attention.nn import Source
 from dilated_attention.plumbing import Mesh, checks, fused, merge_into, progressions, summed_over
 
@@ -46,8 +46,9 @@ class _Buffer(Protocol):
     def heads(self) -> HeadRuns:
         """Return all KV heads that the buffer holds, as slices."""
 
-    def rows(self, max_len: int | None) -> int:
-        """Return the number of rows of the buffer, for texts of at most `max_len` tokens; None: of any length."""
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of the buffer."""
 
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
         """Return (heads, row, rows) of the token at a position.
@@ -77,8 +78,9 @@ class _Segments:
     def heads(self) -> HeadRuns:
         return [run for runs in self.by_offset.values() for run in runs]
 
-    def rows(self, max_len: int | None) -> int:
-        return -(-(self.segment if max_len is None else min(self.segment, max_len)) // self.rate)
+    @property
+    def rows(self) -> int:
+        return -(-self.segment // self.rate)
 
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
         row, offset = divmod(position % self.segment, self.rate)
@@ -91,44 +93,34 @@ class _Segments:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    before: int
+    rows: int
     rate: int
     leading: int
     heads: HeadRuns
-
-    @property
-    def size(self) -> int:
-        return (self.before + 1) * self.rate
-
-    def rows(self, max_len: int | None) -> int:
-        return self.size if max_len is None else min(self.size, max_len)
 
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
         number = position - self.leading
         if number < 0:
             return [], None, slice(0, 0)
-        return self.heads, number % self.size, slice(number % self.rate, min(number + 1, self.size), self.rate)
+        return self.heads, number % self.rows, slice(number % self.rate, min(number + 1, self.rows), self.rate)
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
         stop = length - self.leading
-        first, turn = max(0, stop - self.size), stop - stop % self.size  # the token of row 0
+        first, turn = max(0, stop - self.rows), stop - stop % self.rows  # the token of row 0
         for start, end in ((first, min(turn, stop)), (max(first, turn), stop)):
-            yield self.heads, range(start + self.leading, end + self.leading), start % self.size
+            yield self.heads, range(start + self.leading, end + self.leading), start % self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Leading:
-    count: int
+    rows: int
     heads: HeadRuns
 
-    def rows(self, max_len: int | None) -> int:
-        return self.count if max_len is None else min(self.count, max_len)
-
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
-        return self.heads, position if position < self.count else None, slice(0, min(position + 1, self.count))
+        return self.heads, position if position < self.rows else None, slice(0, min(position + 1, self.rows))
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
-        yield self.heads, range(min(length, self.count)), 0
+        yield self.heads, range(min(length, self.rows)), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +143,16 @@ class _Span:
 
 
 def _buffers(config: LongNetConfig, max_len: int | None) -> list[_Buffer]:
-    pattern = config.pattern or Dilated((max_len or 1,), (1,))  # dense attention is one segment
+    most = max_len or MOST_TOKENS
+    pattern = config.pattern or Dilated((most,), (1,))  # dense attention is one segment
     branches, found = pattern.branches(config.kv_heads), list[_Buffer]()
-    every = slice(0, config.kv_heads, 1)
+    every = [slice(0, config.kv_heads, 1)]
     for i, (segment, rate, offsets) in enumerate(zip(*branches[:3], strict=True)):
         low, _ = branches.bands[i] if branches.bands else (None, None)
         if low is not None:
             leading = branches.leading[i]
-            found += [_Leading(leading, [every])] if leading else []
-            found.append(_Ring(-low, rate, leading, [every]))
+            found += [_Leading(min(leading, most), every)] if leading else []
+            found.append(_Ring(min((1 - low) * rate, most), rate, leading, every))
             continue
         by_offset = {
             offset: [
@@ -168,7 +161,7 @@ def _buffers(config: LongNetConfig, max_len: int | None) -> list[_Buffer]:
             ]
             for offset in sorted(set(offsets) - {-1})
         }
-        found.append(_Segments(segment, rate, by_offset))
+        found.append(_Segments(min(segment, most), rate, by_offset))
     return found
 
 
@@ -184,7 +177,7 @@ class _Layer:
         self.buffers: list[tuple[_Buffer, int, Tensor, Tensor]] = []
         for buffer in cache.buffers:
             first, last = min(x.start for x in buffer.heads), max(x.stop for x in buffer.heads)
-            shape = (cache.batch_size, last - first, buffer.rows(cache.max_len), cache.config.head_dim)
+            shape = (cache.batch_size, last - first, buffer.rows, cache.config.head_dim)
             with torch.inference_mode(False):  # else only inference mode could add to them
                 keys, values = (torch.zeros(shape, dtype=cache.dtype, device=cache.device) for _ in range(2))
             self.buffers.append((buffer, first, keys, values))

@@ -14,18 +14,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention import Dilated
-from dilated_attention.models.configuration import (
-    Configuration,
-    LongNetConfig,
-    require_booleans,
-    require_integers,
-    require_number,
-)
+from dilated_attention.models.configuration import Configuration, LongNetConfig, require_integers, require_number
 from dilated_attention.models.longnet import LongNetEncoder
 from dilated_attention.models.packing import checked_lengths, padded, require_like, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import require_one_device
 from dilated_attention.nn import grid_sines
+from dilated_attention.plumbing import checks
 
 _MOST_AT_A_PLACE = 8
 """The mean number of tiles per grid place above which coordinates are probably in another unit.
@@ -89,7 +84,7 @@ class GigaPathConfig(Configuration):
 
     def __post_init__(self) -> None:
         require_integers(self, "in_chans", "slide_ngrids", "tile_size")
-        require_booleans(self, "global_pool")
+        checks.boolean("global_pool", self.global_pool)
         require_number(self, "norm_eps", 0)
         if not isinstance(self.encoder, LongNetConfig):
             raise ValueError(f"encoder={self.encoder!r}: must be a LongNetConfig")
@@ -134,6 +129,9 @@ class GigaPathSlideEncoder(Pretrained):
         self.cls = nn.Parameter(torch.empty(dim))
         self.encoder = LongNetEncoder(config.encoder, backend=backend)
         self.norm = nn.LayerNorm(dim, config.norm_eps)
+        self._draw()
+
+    def _draw(self) -> None:
         nn.init.xavier_uniform_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
         nn.init.normal_(self.cls, std=0.02)

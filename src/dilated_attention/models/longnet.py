@@ -266,18 +266,14 @@ class LongNetLM(LongNetStack):
             if max(values, default=0) < 2:
                 raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
             counts = [max(n - 1, 0) for n in values]
-        if self.mesh is not None:
-            require_same("loss", self.mesh, tokens, counts=counts)
-            if counts is not None:
-                targets = targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100)
-            shard, own = shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh)
-            logits = self(shard, seq_len=inputs.shape[1])
-            total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
-            return cp_mean(total, (own != -100).sum(), self.mesh)
-        if counts is None:
-            return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-        kept = within(counts, targets.shape[1], tokens.device)
-        return F.cross_entropy(self(inputs, lengths=counts)[kept], targets[kept])
+            targets = targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100)
+        if self.mesh is None:
+            return F.cross_entropy(self(inputs, lengths=counts).flatten(0, 1), targets.flatten())
+        require_same("loss", self.mesh, tokens, counts=counts)
+        shard, own = shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh)
+        logits = self(shard, seq_len=inputs.shape[1])
+        total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
+        return cp_mean(total, (own != -100).sum(), self.mesh)
 
     @torch.no_grad()
     def prefill(
@@ -338,6 +334,8 @@ class LongNetLM(LongNetStack):
             raise ValueError(
                 f"tokens must be ({cache.batch_size},), one for each sample of the cache; got {tuple(tokens.shape)}"
             )
+        if cache.config != self.config:
+            raise ValueError("cache belongs to a model of another configuration; call this model's prefill")
         x = self.embed(tokens[:, None])
         positions = cache.step()
         tables = tables_of(self.config, (positions, cache.origins), x)

@@ -118,6 +118,9 @@ class LongViT(Pretrained):
         self.encoder = LongNetEncoder(config.encoder, backend=backend)
         self.norm = None if config.num_classes is None else nn.LayerNorm(dim, config.norm_eps)
         self.head = None if config.num_classes is None else nn.Linear(dim, config.num_classes)
+        self._draw()
+
+    def _draw(self) -> None:
         nn.init.trunc_normal_(self.positions, std=0.02)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:

@@ -38,6 +38,17 @@ class Pretrained(nn.Module):
     configuration: ClassVar[type[Configuration]]
     config: Any
 
+    def reset_parameters(self) -> None:
+        """Draw all parameters as the constructor does, for example of a model that was made on the meta device."""
+        for module in reversed([*self.modules()][1:]):  # a part after its own parts, whose values it replaces
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+        self._draw()
+
+    def _draw(self) -> None:
+        """Draw the parameters that the constructor draws in another way than their modules do."""
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `folder`/model.safetensors, config.json and SHA256SUMS, each atomically.
 

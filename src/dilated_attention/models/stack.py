@@ -342,8 +342,8 @@ def places_of(
         return torch.arange(start, start + seq, device=x.device)[None], origins
     if positions.shape not in ((seq,), (batch, seq)):
         raise ValueError(f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}")
-    positions = (positions if positions.is_floating_point() else positions.long()).view(-1, seq)
-    if rotary.scale_base is None or not seq:
+    positions = torch.atleast_2d(positions if positions.is_floating_point() else positions.long())
+    if rotary.scale_base is None or not positions.numel():
         return positions, positions[:, :1]
     if counts is not None:  # the first one for padding, which may hold anything
         positions = torch.where(within(counts, seq, x.device), positions, positions[:, :1])

@@ -18,7 +18,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import held_mesh, mesh_size
-from dilated_attention.patterns import Dilated, LayoutOfLength, Product, pattern_for
+from dilated_attention.patterns import LayoutOfLength, Product, dilated, pattern_for
 from dilated_attention.torch_internals import of_all_elements, require_when_run
 from dilated_attention.weights import attention_weights
 
@@ -70,7 +70,7 @@ class DilatedAttention(nn.Module):
                 raise ValueError(
                     f"segment_lengths={segment_lengths} and dilation_rates={dilation_rates}: give both, or pattern="
                 )
-            pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups, compat)
+            pattern = dilated(segment_lengths, dilation_rates, offsets, head_groups, compat)
         elif not (segment_lengths is dilation_rates is compat is None) or head_groups or offsets != "head":
             raise ValueError(
                 f"pattern={pattern!r} is given beside segment_lengths, dilation_rates, offsets, head_groups or compat, "
@@ -95,11 +95,8 @@ class DilatedAttention(nn.Module):
         """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
         self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
 
-    def pattern_of(self, seq_len: int) -> Pattern:
-        """Return the pattern for this many tokens."""
-        return self._pattern(seq_len)
-
-    def _pattern(self, seq_len: int, is_ragged: bool = False) -> Pattern:
+    def pattern_of(self, seq_len: int, is_ragged: bool = False) -> Pattern:
+        """Return the pattern for this many tokens, in all or in each of the samples of a ragged batch."""
         return pattern_for(self.pattern, seq_len, is_ragged) if callable(self.pattern) else self.pattern
 
     def forward(
@@ -121,7 +118,7 @@ class DilatedAttention(nn.Module):
             q,
             k,
             v,
-            self._pattern(whole, not lengths is cu_seqlens is None),
+            self.pattern_of(whole, not lengths is cu_seqlens is None),
             is_causal=is_causal,
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
@@ -151,17 +148,6 @@ class RingDilatedAttention(DilatedAttention):
         True
     """
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        *,
-        mesh: Any = None,
-        transport: str = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__(segment_lengths, dilation_rates, mesh=mesh, transport=transport, **options)
-
 
 class BlockSparseDilatedAttention(DilatedAttention):
     """Run `DilatedAttention` over a block layout, alone or inside dilated subsequences.
@@ -171,6 +157,7 @@ class BlockSparseDilatedAttention(DilatedAttention):
             since it is cached. n is as in `DilatedAttention`; with segment_lengths, the number of tokens of a segment
             that take part (`Product`).
         segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`; without them, no dilation.
+        options: scale, dropout, backend, mesh and transport, as in `DilatedAttention`.
 
     Examples:
         >>> from dilated_attention import BlockLayout
@@ -189,12 +176,9 @@ class BlockSparseDilatedAttention(DilatedAttention):
         *,
         offsets: Any = "head",
         head_groups: bool = False,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        backend: str = "auto",
+        **options: Any,
     ) -> None:
-        pattern = _sparse(layout, segment_lengths, dilation_rates, offsets, head_groups)
-        super().__init__(pattern=pattern, scale=scale, dropout=dropout, backend=backend)
+        super().__init__(pattern=_sparse(layout, segment_lengths, dilation_rates, offsets, head_groups), **options)
 
 
 class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
@@ -209,19 +193,6 @@ class BlockSparseRingDilatedAttention(BlockSparseDilatedAttention):
         >>> layer(q, k, v).shape
         torch.Size([1, 16, 2, 8])
     """
-
-    def __init__(
-        self,
-        layout: BlockLayout | LayoutOfLength,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        *,
-        mesh: Any = None,
-        transport: str = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__(layout, segment_lengths, dilation_rates, **options)
-        self.set_context_parallel(mesh, transport)
 
 
 def _sparse(
@@ -242,7 +213,7 @@ def _sparse(
             "Give both, or none for a layout without dilation"
         )
     if segment_lengths is not None and dilation_rates is not None:
-        return Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups) * layout
+        return dilated(segment_lengths, dilation_rates, offsets, head_groups, None) * layout
     if offsets != "head" or head_groups:
         raise ValueError(
             f"offsets={offsets!r}, head_groups={head_groups} are of a dilated pattern; give segment_lengths and "
@@ -411,12 +382,6 @@ class MultiheadDilatedAttention(nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
         if need_weights and self.attention.mesh is not None:
             raise UnsupportedError("need_weights=True: over a mesh no rank holds a row of weights; pass False")
-        compat = getattr(self.attention.pattern, "compat", None)
-        if need_weights and compat is not None:
-            raise UnsupportedError(
-                f"need_weights=True: with compat={compat!r} a part of each row's weight lies on padding "
-                "that the matrix has no column for; pass need_weights=False"
-            )
         if query.is_nested or query.dim() not in (2, 3):
             kind = "a nested layout" if query.is_nested else f"shape {tuple(query.shape)}"
             raise ValueError(

@@ -38,10 +38,6 @@ class BlockPooling(nn.Module):
         self.hidden = nn.Linear(length * head_dim, head_dim, **factory)
         self.row = nn.Linear(head_dim, head_dim, **factory)
 
-    def number(self, seq_len: int) -> int:
-        """Return the number of whole blocks in a sequence of `seq_len` rows."""
-        return whole_blocks(seq_len, self.length, self.stride)
-
     def forward(
         self, x: Float[Tensor, "batch seq kv_heads head_dim"]
     ) -> Float[Tensor, "batch blocks kv_heads head_dim"]:
@@ -213,7 +209,7 @@ class NativeSparseAttention(SelectingAttention):
         q, (pooled_k, pooled_v, k, v, near_k, near_v, *far) = self._project(x, rotary)
         start, seq_len = edges[rank], edges[-1]
         if self.mesh is None:
-            last_tokens = slice(self.key_pooling.length - 1, None, self.key_pooling.stride)
+            last_tokens = slice(self.compress_block - 1, None, self.compress_stride)
             key = self._compressed_keys(pooled_k, tables_at(rotary, last_tokens))
             value = self.value_pooling(pooled_v)
         else:
@@ -235,7 +231,7 @@ class NativeSparseAttention(SelectingAttention):
         q, rows = self._project(x, rotary)
         position = cache.length
         self._remember(cache, *rows)
-        length, stride = self.key_pooling.length, self.key_pooling.stride
+        length, stride = self.compress_block, self.compress_stride
         if cache.length >= length and (cache.length - length) % stride == 0:
             pooled_k, pooled_v = cache.last("pooled", length).unbind(2)
             pair = self._compressed_keys(pooled_k, rotary), self.value_pooling(pooled_v)
@@ -280,8 +276,7 @@ class NativeSparseAttention(SelectingAttention):
         last token gives the key's rotary tables. `edges`, `rank`: from `_edges`.
         """
         assert self.mesh is not None
-        pooling, start = self.key_pooling, edges[rank]
-        length, stride, number = pooling.length, pooling.stride, pooling.number(edges[-1])
+        length, stride = self.compress_block, self.compress_stride
 
         def sums(x: Tensor) -> Tensor:
             k, v = x.split(self.num_kv_heads, 2)
@@ -290,9 +285,9 @@ class NativeSparseAttention(SelectingAttention):
         whole = sums_of_blocks(sums, torch.cat([k, v], 2), length, stride, edges, rank, self.mesh)
         key_sums, value_sums = whole.split(self.num_kv_heads, 2)
         key = self.key_pooling.of_sums(key_sums)
-        if rotary is not None and number:
-            ended = [pooling.number(edge) for edge in edges]
-            first, stop = (i * stride + length - 1 - start for i in (ended[rank], ended[rank + 1]))
+        if rotary is not None and key.shape[1]:
+            ended = [whole_blocks(edge, length, stride) for edge in edges]
+            first, stop = (i * stride + length - 1 - edges[rank] for i in (ended[rank], ended[rank + 1]))
             tables = torch.stack([table[..., first:stop:stride, :, :] for table in rotary[-2:]])
             tables = gathered(tables, tables.dim() - 3, ended, self.mesh, "tables of compressed keys")
             key = rotate(key, tables.unbind())
@@ -304,9 +299,9 @@ class NativeSparseAttention(SelectingAttention):
         Every `stride` neighbouring queries see the same keys, so `attention` gets them as one row, with `stride` times
         the heads. Each row sees one key more than the row before it. Queries that see no compressed key get 0.
         """
-        (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.key_pooling.stride
-        first = max(0, self.key_pooling.length - 1 - start)  # queries before it see no key
-        row, before = divmod(max(0, start - (self.key_pooling.length - 1)), stride)
+        (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.compress_stride
+        first = max(0, self.compress_block - 1 - start)  # queries before it see no key
+        row, before = divmod(max(0, start - (self.compress_block - 1)), stride)
         if not number or seq_len <= first:
             return torch.zeros_like(q) + key[:, :0].sum() + value[:, :0].sum()  # over a mesh all ranks go backward
         rows = F.pad(q[:, first:], (0, 0, 0, 0, before, stride - 1)).unfold(1, stride, stride).mT.flatten(2, 3)
@@ -319,7 +314,7 @@ class NativeSparseAttention(SelectingAttention):
 
     def _remember(self, cache: SelectionCache, *rows: Tensor) -> None:
         """Append new tokens to the cache; `rows` are the keys and the values of each branch in turn."""
-        keep = {"pooled": self.key_pooling.length, "window": self.window + 2 * self.block_size}
+        keep = {"pooled": self.compress_block, "window": self.window + 2 * self.block_size}
         names = ("pooled", "selected", "window", "pattern")[: self.branches]
         for i, name in enumerate(names):
             cache.append(name, torch.stack(rows[2 * i : 2 * i + 2], 2), keep.get(name))
