@@ -132,7 +132,7 @@ class TestBuilders:
         layout = BlockLayout.random(seq_len, density, 3, block_size, is_causal=is_causal)
         everything = torch.ones(seq_len, seq_len, dtype=torch.bool)
         visible = blocks_of(everything.tril() if is_causal else everything, block_size)
-        assert torch.equal(layout.counts[0, 0], (visible.sum(1) * density).round().long().clamp(min=1))
+        assert torch.equal(layout.counts[0, 0], (visible.sum(1).double() * density).round().long().clamp(min=1))
         assert not bool((layout.dense_blocks()[0, 0] & ~visible).any())
         assert layout == BlockLayout.random(seq_len, density, 3, block_size, is_causal=is_causal)
         assert BlockLayout.from_indices(layout.indptr, layout.indices, seq_len, block_size, is_causal=is_causal)

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import attention, explain, ranking, routing
+from dilated_attention.cache import plan_cache
+from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.routing import LearnedRouter, estimates, forecast
 from dilated_attention.routing.grid import candidates
@@ -106,7 +108,7 @@ def test_layouts_are_well_formed(name, seq_len, block_size, heads, kv_heads, is_
     else:
         forced = diagonal.counts
     if name not in ("topp", "buckets"):
-        budget = (dense.counts * 0.3).round().long().clamp(min=1).maximum(forced)
+        budget = (dense.counts.double() * 0.3).round().long().clamp(min=1).maximum(forced)
         assert torch.equal(layout.counts, budget.expand_as(layout.counts))
 
 
@@ -128,6 +130,42 @@ def test_another_default_device(name):
     expected = choose(q, k)
     with torch.device("meta"):
         assert choose(q, k) == expected
+
+
+@pytest.fixture
+def default_bfloat16():
+    before = torch.get_default_dtype()
+
+    def change():
+        plan_cache.clear()
+        torch.set_default_dtype(torch.bfloat16)
+
+    yield change
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_another_default_dtype(is_causal, fast, monkeypatch, default_bfloat16):
+    q, k = make(131)
+    if not fast:
+        monkeypatch.setattr(compiled, "serves", lambda *tensors: False)
+    expected = estimates.pooled(q, k, candidates(q, k, block_size=(48, 16), is_causal=is_causal))
+    default_bfloat16()
+    found = estimates.pooled(q, k, candidates(q, k, block_size=(48, 16), is_causal=is_causal))
+    for name in ("query", "weight", "key", "logarithm"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize(("number", "density"), [(45, 0.7), (119, 0.6)])  # a little below 31.5, in float64; 71.4
+def test_as_many_blocks_as_python_rounds_to(number, density, default_bfloat16):
+    q, k = make(number, 1, 1, batch=1)
+    default_bfloat16()
+    for layout in (
+        routing.topk_blocks(q, k, density, block_size=1),
+        BlockLayout.random(number, density, 0, block_size=1),
+    ):
+        assert set(layout.counts.flatten().tolist()) == {round(density * number)}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -150,7 +150,7 @@ def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> S
 
 def random(grid: BlockGrid, density: float, seed: int) -> Lists:
     check_share("density", density)
-    return _draw(grid.visible(), (grid.visible() * density).round().long().clamp_(min=1), seed)
+    return _draw(grid.visible(), (grid.visible().double() * density).round().long().clamp_(min=1), seed)
 
 
 def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:

@@ -216,7 +216,7 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
 
     def weights(grid: Candidates) -> Tensor:
         share = size.clamp(max=1) if grid.is_causal else size  # parts count equally
-        return (share / share.sum(-1, keepdim=True)).to(grid.dtype)
+        return share.to(grid.dtype) / share.sum(-1, keepdim=True)
 
     return query.to(grid.dtype), grid.once("part weights", weights)
 
@@ -255,11 +255,11 @@ def part_means(x: Tensor, grid: Candidates, block: int, parts: int, before: bool
     if is_compiled(x):
         return compiled.means(x, starts.flatten(), stops.flatten()).unflatten(1, size.shape), size
     part = torch.arange(block, device=x.device) * parts // block
-    member = part == torch.arange(parts, device=x.device)[:, None]
-    blocks, whole = len(size), member.sum(-1).clamp(min=1)  # weights before sums, which half precision could not hold
-    rows = in_blocks(x[:, 1 : 1 + (blocks - 1) * block] if before else x, block).flatten(3)
-    means = F.pad((member / whole[:, None]).to(x.dtype) @ rows, (0, 0, 0, 0, int(before), 0))
-    means = (means * (whole / size[:, :parts].clamp(min=1))[..., None].to(x.dtype)).unflatten(3, x.shape[2:])
+    member = (part == torch.arange(parts, device=x.device)[:, None]).to(grid.dtype)
+    rows = in_blocks(x[:, 1 : 1 + (len(size) - 1) * block] if before else x, block).flatten(3)
+    # weights before sums, which half precision could not hold
+    weight = (member / size[int(before) :, :parts, None].clamp(min=1)).to(x.dtype)
+    means = F.pad(weight @ rows, (0, 0, 0, 0, int(before), 0)).unflatten(3, x.shape[2:])
     return torch.cat([means, x[:, ::block, None]], 2) if before else means, size
 
 
