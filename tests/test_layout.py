@@ -482,8 +482,11 @@ def test_plot(seq_len, tmp_path):
     assert float(image.sum()) / image.size == pytest.approx(layout.nnz / layout.query_blocks**2, rel=0.02)
     assert layout.plot(ax) is ax
     ax.figure.savefig(tmp_path / "layout.png")
-    with pytest.raises(ValueError, match="head=1 must lie in"):
-        layout.plot(head=1)
+    for head, message in ((1, r"heads must lie in \[0, 1\)"), (0.0, "heads must hold integers; got 0.0")):
+        with pytest.raises(ValueError, match=message):
+            layout.plot(head=head)
+    diagonal = BlockLayout.local(seq_len, 1, 64).causal()
+    assert BlockLayout.stack([layout, diagonal], over="heads").plot(head=1).get_title() == diagonal.plot().get_title()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -688,17 +688,11 @@ class BlockLayout:
 
     def plot(self, ax: Axes | None = None, *, batch: int = 0, head: int = 0) -> Axes:
         """Draw one head's blocks, queries downwards, keys to the right; grey where a pixel covers several blocks."""
-        if not (0 <= batch < self.batch_size and 0 <= head < self.num_heads):
-            raise ValueError(
-                f"batch={batch}, head={head} must lie in a layout of {self.batch_size} batch elements and "
-                f"{self.num_heads} heads"
-            )
-        start, stop = (int(x) for x in self.indptr[batch, head, [0, -1]])
-        blocks = (self.row[start:stop] % self.query_blocks).cpu().numpy(), self.indices[start:stop].cpu().numpy()
-        shape = self.query_blocks, self.key_blocks
-        ax = plot_blocks(blocks, shape, self.block_size, self.seq_len, self.is_causal, ax)
+        drawn = self.select(batch=[batch], heads=[head])
+        blocks = drawn.row.cpu().numpy(), drawn.indices.cpu().numpy()
+        ax = plot_blocks(blocks, (self.query_blocks, self.key_blocks), self.grid, ax)
         block = f"{self.q_block}" if self.q_block == self.k_block else f"{self.q_block} x {self.k_block}"
-        ax.set_title(f"blocks of {block}, density {self.density:.3g}")
+        ax.set_title(f"blocks of {block}, density {drawn.density:.3g}")
         return ax
 
     # ---- inner workings
