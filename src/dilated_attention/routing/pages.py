@@ -184,10 +184,7 @@ class PageBounds:
 
 def _signed(q: Tensor) -> Tensor:
     """Return [max(q, 0), min(q, 0)] along the last dimension. Its product with a page's `extremes` is the bound."""
-    signed = q.new_empty(*q.shape[:-1], 2, q.shape[-1])
-    torch.clamp(q, 0, out=signed[..., 0, :])
-    torch.clamp(q, max=0, out=signed[..., 1, :])
-    return signed.flatten(-2)
+    return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
 
 
 def _pages(q: Tensor, k: Tensor, grid: Candidates, page_size: int) -> Sample:
