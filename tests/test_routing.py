@@ -555,6 +555,12 @@ def test_router_is_a_module():
 # Schedule and bad input
 
 
+def test_endless_breadth_looks_into_every_region():
+    q, k = make(256)
+    endless, wide = (routing.hierarchical_blocks(q, k, 0.2, region=2, block_size=16, breadth=b) for b in (math.inf, 5))
+    assert endless == wide
+
+
 def test_density_schedule():
     assert routing.density_schedule(1) == routing.density_schedule(4096) == 1.0
     assert routing.density_schedule(16384) == 0.5
@@ -569,8 +575,8 @@ BAD = [
     (r"density must lie in \(0, 1\], got 1.1", lambda: routing.hierarchical_blocks(Q, K, 1.1)),
     (r"mass must lie in \(0, 1\], got 0", lambda: routing.topp_blocks(Q, K, 0.0)),
     (r"density must lie in \(0, 1\], got None", lambda: routing.topk_blocks(Q, K, None)),
-    (r"density must lie in \(0, 1\], got a", lambda: routing.vertical_slash(Q, K, "a")),
-    (r"mass must lie in \(0, 1\], got a", lambda: routing.topp_blocks(Q, K, "a")),
+    (r"density must lie in \(0, 1\], got 'a'", lambda: routing.vertical_slash(Q, K, "a")),
+    (r"mass must lie in \(0, 1\], got '0.5'", lambda: routing.topp_blocks(Q, K, "0.5")),
     ("q must be a floating torch.Tensor .*; got NoneType", lambda: routing.topk_blocks(None, K, 0.1)),
     ("k must be a floating torch.Tensor .*; got list", lambda: routing.topk_blocks(Q, k=[1], density=0.1)),
     ("q must be a floating torch.Tensor .*; got torch.int64", lambda: routing.antidiagonal_blocks(Q.long(), K, 0.1)),
@@ -596,7 +602,11 @@ BAD = [
     ("num_bits must be.*from 1 to 16; got 17", lambda: routing.lsh_blocks(Q, K, num_bits=17)),
     ("exponent must lie in", lambda: routing.density_schedule(10, exponent=2.0)),
     ("num_kv_heads must divide num_heads=4, got 3", lambda: LearnedRouter(4, 8, 0.1, num_kv_heads=3)),
-    ("temperature must be positive, got 0", lambda: LearnedRouter(4, 8, 0.1, temperature=0.0)),
+    ("temperature must be a positive number; got 0", lambda: LearnedRouter(4, 8, 0.1, temperature=0.0)),
+    ("temperature must be a finite number.*got inf", lambda: LearnedRouter(4, 8, 0.1, temperature=math.inf)),
+    ("floor must be a non-negative integer; got 1.5", lambda: LearnedRouter(4, 8, 0.1, floor=1.5)),
+    ("breadth must be at least 1, got '4'", lambda: routing.hierarchical_blocks(Q, K, 0.1, breadth="4")),
+    ("seq_len must be a positive integer; got '50'", lambda: BlockLayout.local(64, 4, 16).prefix("50")),
     (r"density must lie in \(0, 1\]", lambda: LearnedRouter(4, 8, 2.0)),
     ("the router has 4 heads and 4 KV heads, got q with 4 and k with 2", lambda: LearnedRouter(4, 8, 0.1)(Q, K)),
 ]  # fmt: skip

@@ -544,7 +544,7 @@ class BlockLayout:
             start, stop: query blocks without a token in [start, stop) get empty lists; stop=None: seq_len.
         """
         self.require_unchanged()
-        if seq_len > self.seq_len:
+        if checks.positive("seq_len", seq_len) > self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
         first, rows, columns = start // self.q_block, -(-seq_len // self.q_block), -(-seq_len // self.k_block)
         last = rows if stop is None else -(-stop // self.q_block)
