@@ -5,7 +5,7 @@ Matplotlib is imported when something is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,45 +20,29 @@ PERCENTILE = 99  # of the tiles' values: the end of their scale
 PIXELS = 512  # the largest side of a picture; in a longer sequence, a pixel shows several pairs
 
 
-def plot_counts(
-    pattern: Any,
-    seq_len: int,
-    head: int,
-    num_heads: int,
-    ax: Axes | None = None,
-    *,
-    is_causal: bool = False,
-    layout_of: Callable[[int], Any] | None = None,
-    pixels: int | None = None,
-) -> Axes:
+def plot_product(product: Any, seq_len: int, head: int, num_heads: int, is_causal: bool, ax: Axes | None) -> Axes:
     """Draw a square per (query row, key column) of one head: white if unseen, darker if more branches show the key.
 
-    Args:
-        pattern: a `Dilated`, which this module must not import.
-        layout_of: returns the block layout inside a segment, given the number of tokens that take part in it.
-        pixels: the largest side of the picture; in a longer sequence a square is the mean over neighbouring pairs.
-            None: no limit.
+    product: a `patterns.Product`, which this module must not import.
     """
-    side = min(seq_len, pixels or seq_len)
+    side = min(seq_len, PIXELS)
     image = np.zeros((side, side))
-    table = pattern.offset_table(num_heads)
-    for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
+    segments, rates, table, *_ = product.dilated.branches(num_heads)
+    for segment, rate, offsets in zip(segments, rates, table, strict=True):
         for start in range(0, seq_len, segment) if offsets[head] >= 0 else ():
             tokens = np.arange(start + offsets[head], min(start + segment, seq_len), rate)
             if not len(tokens):
                 continue
-            blocks, sizes, causal = np.ones((1, 1)), (len(tokens),) * 2, False
-            if layout_of is not None:
-                layout = layout_of(len(tokens)).to("cpu")
-                blocks, sizes = layout.dense_blocks()[0, head % layout.num_heads].numpy(), layout.block_size
-                causal = layout.is_causal
+            layout = product.layout_of(len(tokens)).to("cpu")
+            blocks = layout.dense_blocks()[0, head % layout.num_heads].numpy()
             pixel = tokens * side // seq_len
             low, high = pixel[0], pixel[-1] + 1
             rows, columns = (
-                _tokens_in(size, number, pixel - low) for size, number in zip(sizes, blocks.shape, strict=True)
+                _tokens_in(size, number, pixel - low)
+                for size, number in zip(layout.block_size, blocks.shape, strict=True)
             )
             pairs = rows.T @ blocks @ columns
-            if is_causal or causal:
+            if is_causal or layout.is_causal:
                 pairs = np.tril(pairs)
                 within = np.maximum(np.bincount(pixel - low), 1)  # a pixel of the diagonal shows its lower triangle
                 pairs[np.diag_indices(high - low)] *= (within + 1) / (2 * within)
