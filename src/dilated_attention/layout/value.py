@@ -273,7 +273,8 @@ class BlockLayout:
         block may lie wholly above the diagonal.
         """
         q_block, k_block = block_pair(block_size)
-        layout = cls(*conversions.from_indices(indptr, indices), seq_len, q_block, k_block, is_causal)
+        starts, blocks = conversions.from_indices(indptr, indices)  # new tensors, which are checked here
+        layout = cls(_named(starts), _named(blocks), seq_len, q_block, k_block, is_causal)
         conversions.check_lists(layout.grid, layout.indptr, layout.indices)
         return layout
 
