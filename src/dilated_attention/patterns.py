@@ -246,13 +246,12 @@ class Dilated(_Branched):
             )
         offsets: Any = self.offsets
         offsets = offsets.tolist() if hasattr(offsets, "tolist") else offsets
-        if isinstance(offsets, str):
-            known = offsets in ("head", "head_block")
-        else:
-            known = isinstance(offsets, Sequence) and all(hasattr(row, "__len__") for row in offsets)
-        if not known:
-            raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {self.offsets!r}')
-        if not isinstance(offsets, str):
+        if offsets not in ("head", "head_block"):
+            is_table = isinstance(offsets, Sequence) and not isinstance(offsets, str)
+            if not is_table or not all(hasattr(row, "__len__") for row in offsets):
+                raise ValueError(
+                    f'offsets must be "head", "head_block" or a table, branches x heads; got {self.offsets!r}'
+                )
             offsets = tuple([checks.integers("offsets", row) for row in offsets])
             if len(offsets) != len(segments):
                 raise ValueError(f"offsets has {len(offsets)} rows; it needs one per branch, {len(segments)}")

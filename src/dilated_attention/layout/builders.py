@@ -124,16 +124,15 @@ def _offsets(grid: BlockGrid, reach: int, rates: tuple[int, ...]) -> Tensor:
 
 
 def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> Spans:
-    if hasattr(levels, "__len__") and not len(levels):
-        raise ValueError("levels must hold at least one (stride, window), got none")
-    if not (hasattr(levels, "__len__") and all(hasattr(level, "__len__") and len(level) == 2 for level in levels)):
-        raise ValueError(f"levels must be pairs (stride, window), got {levels!r}")
+    pairs = list(levels) if hasattr(levels, "__len__") else []
+    if not pairs or not all(hasattr(level, "__len__") and len(level) == 2 for level in pairs):
+        raise ValueError(f"levels must be pairs (stride, window), at least one; got {levels!r}")
     sizes = []
-    for stride, window in levels:
+    for stride, window in pairs:
         reach = grid.seq_len if window is None else checks.positive("a level's window", window)
         sizes.append((checks.positive("a level's stride", stride), min(reach, grid.seq_len)))
     if any(s > t or w > x for (s, w), (t, x) in pairwise(sizes)):
-        raise ValueError(f"levels must go fine to coarse, strides and windows ascending, got {list(levels)}")
+        raise ValueError(f"levels must go fine to coarse, strides and windows ascending, got {pairs}")
     first, last = grid.queries()
     spans = []
     for stride, window in sizes:
