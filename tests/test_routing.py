@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import attention, explain, ranking, routing
+from dilated_attention.cache import plan_cache
+from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.routing import LearnedRouter, estimates, forecast
 from dilated_attention.routing.grid import candidates
@@ -106,7 +108,7 @@ def test_layouts_are_well_formed(name, seq_len, block_size, heads, kv_heads, is_
     else:
         forced = diagonal.counts
     if name not in ("topp", "buckets"):
-        budget = (dense.counts * 0.3).round().long().clamp(min=1).maximum(forced)
+        budget = (dense.counts.double() * 0.3).round().long().clamp(min=1).maximum(forced)
         assert torch.equal(layout.counts, budget.expand_as(layout.counts))
 
 
@@ -128,6 +130,42 @@ def test_another_default_device(name):
     expected = choose(q, k)
     with torch.device("meta"):
         assert choose(q, k) == expected
+
+
+@pytest.fixture
+def default_bfloat16():
+    before = torch.get_default_dtype()
+
+    def change():
+        plan_cache.clear()
+        torch.set_default_dtype(torch.bfloat16)
+
+    yield change
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_another_default_dtype(is_causal, fast, monkeypatch, default_bfloat16):
+    q, k = make(131)
+    if not fast:
+        monkeypatch.setattr(compiled, "serves", lambda *tensors: False)
+    expected = estimates.pooled(q, k, candidates(q, k, block_size=(48, 16), is_causal=is_causal))
+    default_bfloat16()
+    found = estimates.pooled(q, k, candidates(q, k, block_size=(48, 16), is_causal=is_causal))
+    for name in ("query", "weight", "key", "logarithm"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize(("number", "density"), [(45, 0.7), (119, 0.6)])  # a little below 31.5, in float64; 71.4
+def test_as_many_blocks_as_python_rounds_to(number, density, default_bfloat16):
+    q, k = make(number, 1, 1, batch=1)
+    default_bfloat16()
+    for layout in (
+        routing.topk_blocks(q, k, density, block_size=1),
+        BlockLayout.random(number, density, 0, block_size=1),
+    ):
+        assert set(layout.counts.flatten().tolist()) == {round(density * number)}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -517,6 +555,12 @@ def test_router_is_a_module():
 # Schedule and bad input
 
 
+def test_endless_breadth_looks_into_every_region():
+    q, k = make(256)
+    endless, wide = (routing.hierarchical_blocks(q, k, 0.2, region=2, block_size=16, breadth=b) for b in (math.inf, 5))
+    assert endless == wide
+
+
 def test_density_schedule():
     assert routing.density_schedule(1) == routing.density_schedule(4096) == 1.0
     assert routing.density_schedule(16384) == 0.5
@@ -531,8 +575,8 @@ BAD = [
     (r"density must lie in \(0, 1\], got 1.1", lambda: routing.hierarchical_blocks(Q, K, 1.1)),
     (r"mass must lie in \(0, 1\], got 0", lambda: routing.topp_blocks(Q, K, 0.0)),
     (r"density must lie in \(0, 1\], got None", lambda: routing.topk_blocks(Q, K, None)),
-    (r"density must lie in \(0, 1\], got a", lambda: routing.vertical_slash(Q, K, "a")),
-    (r"mass must lie in \(0, 1\], got a", lambda: routing.topp_blocks(Q, K, "a")),
+    (r"density must lie in \(0, 1\], got 'a'", lambda: routing.vertical_slash(Q, K, "a")),
+    (r"mass must lie in \(0, 1\], got '0.5'", lambda: routing.topp_blocks(Q, K, "0.5")),
     ("q must be a floating torch.Tensor .*; got NoneType", lambda: routing.topk_blocks(None, K, 0.1)),
     ("k must be a floating torch.Tensor .*; got list", lambda: routing.topk_blocks(Q, k=[1], density=0.1)),
     ("q must be a floating torch.Tensor .*; got torch.int64", lambda: routing.antidiagonal_blocks(Q.long(), K, 0.1)),
@@ -558,7 +602,11 @@ BAD = [
     ("num_bits must be.*from 1 to 16; got 17", lambda: routing.lsh_blocks(Q, K, num_bits=17)),
     ("exponent must lie in", lambda: routing.density_schedule(10, exponent=2.0)),
     ("num_kv_heads must divide num_heads=4, got 3", lambda: LearnedRouter(4, 8, 0.1, num_kv_heads=3)),
-    ("temperature must be positive, got 0", lambda: LearnedRouter(4, 8, 0.1, temperature=0.0)),
+    ("temperature must be a positive number; got 0", lambda: LearnedRouter(4, 8, 0.1, temperature=0.0)),
+    ("temperature must be a finite number.*got inf", lambda: LearnedRouter(4, 8, 0.1, temperature=math.inf)),
+    ("floor must be a non-negative integer; got 1.5", lambda: LearnedRouter(4, 8, 0.1, floor=1.5)),
+    ("breadth must be at least 1, got '4'", lambda: routing.hierarchical_blocks(Q, K, 0.1, breadth="4")),
+    ("seq_len must be a positive integer; got '50'", lambda: BlockLayout.local(64, 4, 16).prefix("50")),
     (r"density must lie in \(0, 1\]", lambda: LearnedRouter(4, 8, 2.0)),
     ("the router has 4 heads and 4 KV heads, got q with 4 and k with 2", lambda: LearnedRouter(4, 8, 0.1)(Q, K)),
 ]  # fmt: skip

@@ -146,3 +146,12 @@ def test_wrong_arguments_are_named(arguments, message):
 def test_budgets_of_numpy():
     for like, budget in ((0.5, np.float32(0.5)), (100, np.int64(100))):
         assert suggest_pattern(1000, 4, budget=budget) == suggest_pattern(1000, 4, budget=like)
+
+
+def test_rates_beyond_the_sequence_are_not_tried():
+    said = []
+    for largest_rate in (99, 2**40):
+        with pytest.raises(ValueError, match="budget=1 is too small") as error:
+            suggest_pattern(100, 4, budget=1, largest_rate=largest_rate)
+        said.append(str(error.value))
+    assert said[0] == said[1]

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
-from dilated_attention.pictures import plot_counts
 
 
 def _panels(count: int, height: float = 3.0) -> tuple[Figure, list[Axes]]:
@@ -24,9 +23,9 @@ def _branches() -> Figure:
     pattern = Dilated((8, 16, 32), (1, 2, 4))
     figure, axes = _panels(4)
     for panel, segment, rate in zip(axes, pattern.segment_lengths, pattern.dilation_rates, strict=False):
-        plot_counts(Dilated((segment,), (rate,)), 32, 1, 4, panel)
+        Dilated((segment,), (rate,)).plot(32, 1, panel, num_heads=4)
         panel.set_title(f"segment {segment}, rate {rate}", fontsize=9)
-    plot_counts(pattern, 32, 1, 4, axes[3])
+    pattern.plot(32, 1, axes[3], num_heads=4)
     axes[3].set_title("all three, head 1", fontsize=9)
     return figure
 
@@ -34,7 +33,7 @@ def _branches() -> Figure:
 def _heads() -> Figure:
     figure, axes = _panels(4)
     for head, panel in enumerate(axes):
-        plot_counts(Dilated((8, 16, 32), (1, 2, 4)), 32, head, 4, panel, is_causal=True)
+        Dilated((8, 16, 32), (1, 2, 4)).plot(32, head, panel, num_heads=4, is_causal=True)
     return figure
 
 
@@ -48,7 +47,7 @@ def _offsets() -> Figure:
     }
     for row, (panels, (rule, pattern)) in enumerate(zip(figure.subplots(3, 4), rules.items(), strict=True)):
         for panel, head in zip(panels, (0, 1, 4, 7), strict=True):
-            plot_counts(pattern, 32, head, 8, panel)
+            pattern.plot(32, head, panel, num_heads=8)
             panel.set_title(f"{rule}: head {head}" if head == 0 else f"head {head}", fontsize=9)
             panel.set_xlabel("key" if row == 2 else "")
     return figure

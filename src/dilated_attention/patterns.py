@@ -18,7 +18,7 @@ from dilated_attention import checks
 from dilated_attention.cache import name_of, plan_layout
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, warn_of_blind
-from dilated_attention.pictures import PIXELS, plot_bands, plot_counts
+from dilated_attention.pictures import plot_bands, plot_product
 from dilated_attention.plan import ALL, EVERY, WHOLE, Branches, OffsetTable, plan_of
 from dilated_attention.torch_internals import constant_when_traced, is_symbol
 
@@ -246,13 +246,12 @@ class Dilated(_Branched):
             )
         offsets: Any = self.offsets
         offsets = offsets.tolist() if hasattr(offsets, "tolist") else offsets
-        if isinstance(offsets, str):
-            known = offsets in ("head", "head_block")
-        else:
-            known = isinstance(offsets, Sequence) and all(hasattr(row, "__len__") for row in offsets)
-        if not known:
-            raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {self.offsets!r}')
-        if not isinstance(offsets, str):
+        if offsets not in ("head", "head_block"):
+            is_table = isinstance(offsets, Sequence) and not isinstance(offsets, str)
+            if not is_table or not all(hasattr(row, "__len__") for row in offsets):
+                raise ValueError(
+                    f'offsets must be "head", "head_block" or a table, branches x heads; got {self.offsets!r}'
+                )
             offsets = tuple([checks.integers("offsets", row) for row in offsets])
             if len(offsets) != len(segments):
                 raise ValueError(f"offsets has {len(offsets)} rows; it needs one per branch, {len(segments)}")
@@ -360,9 +359,6 @@ class Dilated(_Branched):
         if not isinstance(self.offsets, str):
             return len(self.offsets[0])
         return max(head + 1, len(self.segment_lengths) if self.head_groups else 1)
-
-    def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int, is_causal: bool) -> Axes:
-        return plot_counts(self, seq_len, head, num_heads, ax, is_causal=is_causal, pixels=PIXELS)
 
 
 def _branches(pattern: Dilated, num_heads: int, head_offset: int | None) -> Branches:
@@ -629,9 +625,7 @@ class Product(_Term):
         return self.dilated._least_heads(head)
 
     def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int, is_causal: bool) -> Axes:
-        return plot_counts(
-            self.dilated, seq_len, head, num_heads, ax, is_causal=is_causal, layout_of=self.layout_of, pixels=PIXELS
-        )
+        return plot_product(self, seq_len, head, num_heads, is_causal, ax)
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
         seq_len, num_heads = checks.positive("seq_len", seq_len), checks.positive("num_heads", num_heads)

@@ -5,7 +5,7 @@ Matplotlib is imported when something is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,53 +20,34 @@ PERCENTILE = 99  # of the tiles' values: the end of their scale
 PIXELS = 512  # the largest side of a picture; in a longer sequence, a pixel shows several pairs
 
 
-def plot_counts(
-    pattern: Any,
-    seq_len: int,
-    head: int,
-    num_heads: int,
-    ax: Axes | None = None,
-    *,
-    is_causal: bool = False,
-    layout_of: Callable[[int], Any] | None = None,
-    pixels: int | None = None,
-) -> Axes:
+def plot_product(product: Any, seq_len: int, head: int, num_heads: int, is_causal: bool, ax: Axes | None) -> Axes:
     """Draw a square per (query row, key column) of one head: white if unseen, darker if more branches show the key.
 
-    Args:
-        pattern: a `Dilated`, which this module must not import.
-        layout_of: returns the block layout inside a segment, given the number of tokens that take part in it.
-        pixels: the largest side of the picture; in a longer sequence a square is the mean over neighbouring pairs.
-            None: no limit.
+    product: a `patterns.Product`, which this module must not import.
     """
-    side = min(seq_len, pixels or seq_len)
+    side = min(seq_len, PIXELS)
     image = np.zeros((side, side))
-    table = pattern.offset_table(num_heads)
-    for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
+    segments, rates, table, *_ = product.dilated.branches(num_heads)
+    for segment, rate, offsets in zip(segments, rates, table, strict=True):
         for start in range(0, seq_len, segment) if offsets[head] >= 0 else ():
             tokens = np.arange(start + offsets[head], min(start + segment, seq_len), rate)
             if not len(tokens):
                 continue
-            blocks, sizes, causal = np.ones((1, 1)), (len(tokens),) * 2, False
-            if layout_of is not None:
-                layout = layout_of(len(tokens)).to("cpu")
-                blocks, sizes = layout.dense_blocks()[0, head % layout.num_heads].numpy(), layout.block_size
-                causal = layout.is_causal
+            layout = product.layout_of(len(tokens)).to("cpu")
+            blocks = layout.dense_blocks()[0, head % layout.num_heads].numpy()
             pixel = tokens * side // seq_len
             low, high = pixel[0], pixel[-1] + 1
             rows, columns = (
-                _tokens_in(size, number, pixel - low) for size, number in zip(sizes, blocks.shape, strict=True)
+                _tokens_in(size, number, pixel - low)
+                for size, number in zip(layout.block_size, blocks.shape, strict=True)
             )
             pairs = rows.T @ blocks @ columns
-            if is_causal or causal:
+            if is_causal or layout.is_causal:
                 pairs = np.tril(pairs)
                 within = np.maximum(np.bincount(pixel - low), 1)  # a pixel of the diagonal shows its lower triangle
                 pairs[np.diag_indices(high - low)] *= (within + 1) / (2 * within)
             image[low:high, low:high] += pairs
-    image /= np.outer(*(_per_pixel(seq_len, side),) * 2)
-    ax = _draw(image, (-0.5, seq_len - 0.5, seq_len - 0.5, -0.5), ax)
-    ax.set(xlabel="key", ylabel="query", title=f"head {head}")
-    return ax
+    return _draw_pairs(image, seq_len, f"head {head}", ax)
 
 
 def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None = None) -> Axes:
@@ -89,21 +70,14 @@ def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None 
         first = keys.start + segment * (keys.segment if keys.segments > 1 else 0)
         before = np.clip(-((first - edges[None]) // keys.stride), start, np.maximum(start, stop))
         np.add.at(image, pixel, share[pixel, None] * np.diff(before, axis=1))
-    image /= np.outer(*(_per_pixel(seq_len, side),) * 2)
-    ax = _draw(image, (-0.5, seq_len - 0.5, seq_len - 0.5, -0.5), ax)
-    ax.set(xlabel="key", ylabel="query", title=title)
-    return ax
+    return _draw_pairs(image, seq_len, title, ax)
 
 
 def plot_blocks(
-    blocks: tuple[np.ndarray, np.ndarray],
-    shape: tuple[int, int],
-    block_size: tuple[int, int],
-    seq_len: int,
-    is_causal: bool,
-    ax: Axes | None = None,
+    blocks: tuple[np.ndarray, np.ndarray], shape: tuple[int, int], grid: Any, ax: Axes | None = None
 ) -> Axes:
-    """Draw the active blocks, given as their numbers (query blocks, key blocks), in a grid of `shape` blocks.
+    """Draw the active blocks, given as their numbers (query blocks, key blocks), in a grid of `shape` blocks
+    (`layout.spans.BlockGrid`, which this module must not import).
 
     A pixel that holds several blocks is darker the larger the share of them that is active. If causal, the diagonal is
     drawn as a dashed line.
@@ -111,12 +85,10 @@ def plot_blocks(
     sides = [min(number, PIXELS) for number in shape]
     row, column = (x * side // number for x, side, number in zip(blocks, sides, shape, strict=True))
     image = np.bincount(row * sides[1] + column, minlength=sides[0] * sides[1]).reshape(sides)
-    area = np.outer(*(_per_pixel(number, side) for number, side in zip(shape, sides, strict=True)))
-    extent = (0.0, float(shape[1] * block_size[1]), float(shape[0] * block_size[0]), 0.0)
-    ax = _draw(image / area, extent, ax)
-    if is_causal:
+    ax = _draw(image, shape, (0.0, float(shape[1] * grid.k_block), float(shape[0] * grid.q_block), 0.0), ax)
+    if grid.is_causal:
         ax.axline((0, 0), slope=1, color="black", linestyle="--", linewidth=0.8)
-    ax.set(xlim=(0, seq_len), ylim=(seq_len, 0), xlabel="key (tokens)", ylabel="query (tokens)")
+    ax.set(xlim=(0, grid.seq_len), ylim=(grid.seq_len, 0), xlabel="key (tokens)", ylabel="query (tokens)")
     return ax
 
 
@@ -130,9 +102,8 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
         places: the corner (x, y) of each tile where both are least, in the unit of `size`, the side of a tile.
         values: one per tile; the colour bar calls them attention relative to uniform.
     """
-    ax = _new_axes() if ax is None else ax
+    ax = _axes(ax)
     from matplotlib.collections import PolyCollection
-    from matplotlib.ticker import MaxNLocator
 
     corners = np.array([(0, 0), (1, 0), (1, 1), (0, 1)]) * size
     # Without antialiasing: it draws a pale seam where two tiles touch.
@@ -147,7 +118,6 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
     figure.colorbar(tiles, ax=ax, label=label, shrink=0.8, extend="max" if most > bright else "neither")
     ax.set(aspect="equal", xlabel="x (pixels)", ylabel="y (pixels)", title=title)
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(4, integer=True))
         axis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     ax.invert_yaxis()
     return ax
@@ -160,34 +130,45 @@ def _tokens_in(size: int, number: int, pixel: np.ndarray) -> np.ndarray:
     return tokens
 
 
-def _per_pixel(number: int, pixels: int) -> np.ndarray:
-    return np.bincount(np.arange(number) * pixels // number)
-
-
 def ink(mean: np.ndarray, most: float) -> np.ndarray:
     """Return how dark a pixel is drawn, from 0 (white) to 1 (black), given the mean count of its pairs and the largest
     mean. Any shown pair is visibly dark. The documentation's pattern explorer has the same rule."""
     return np.where(mean > 0, FAINTEST + (1 - FAINTEST) * np.sqrt(np.maximum(mean, 0) / most), 0.0)
 
 
-def _draw(image: np.ndarray, extent: tuple[float, float, float, float], ax: Axes | None) -> Axes:
-    """Draw an image, white for 0 and black for the largest value; `extent`: left, right, bottom and top. Without `ax`,
-    draw on a figure of pyplot, which a notebook shows."""
-    ax = _new_axes() if ax is None else ax
-    from matplotlib.colors import FuncNorm
-    from matplotlib.ticker import MaxNLocator
+def _draw_pairs(image: np.ndarray, seq_len: int, title: str, ax: Axes | None) -> Axes:
+    ax = _draw(image, (seq_len, seq_len), (-0.5, seq_len - 0.5, seq_len - 0.5, -0.5), ax)
+    ax.set(xlabel="key", ylabel="query", title=title)
+    return ax
 
+
+def _draw(
+    image: np.ndarray, shape: tuple[int, int], extent: tuple[float, float, float, float], ax: Axes | None
+) -> Axes:
+    """Draw sums over pixels as means over the entries of a matrix of `shape`, white for 0 and black for the largest
+    value; `extent`: left, right, bottom and top."""
+    ax = _axes(ax)
+    from matplotlib.colors import FuncNorm
+
+    # how many rows, then columns, share each pixel
+    shared = [np.bincount(np.arange(n) * side // n) for n, side in zip(shape, image.shape, strict=True)]
+    image = image / np.outer(*shared)
     most = image.max() or 1.0
     law = (lambda mean: ink(mean, most), lambda dark: most * (np.maximum(dark - FAINTEST, 0) / (1 - FAINTEST)) ** 2)
     norm = FuncNorm(law, vmin=0, vmax=most)
     ax.imshow(image, cmap="Greys", norm=norm, extent=extent, interpolation="nearest")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(4, integer=True))
     return ax
 
 
-def _new_axes() -> Axes:
-    require("matplotlib")
-    import matplotlib.pyplot as plt
+def _axes(ax: Axes | None) -> Axes:
+    """Return `ax`, or the axes of a new figure of pyplot, which a notebook shows, with few ticks."""
+    if ax is None:
+        require("matplotlib")
+        import matplotlib.pyplot as plt
 
-    return plt.figure(figsize=(5, 5), layout="constrained").add_subplot()
+        ax = plt.figure(figsize=(5, 5), layout="constrained").add_subplot()
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(4, integer=True))
+    return ax

@@ -156,9 +156,9 @@ class _Problem:
 
     def cheapest(self, largest_rate: int) -> Dilated:
         patterns = [Dilated((self.seq_len,), (1,))]
-        for rate in range(2, largest_rate + 1):
-            if self.least_first(rate) < self.seq_len:
-                patterns.append(Dilated((self.least_first(rate), self.seq_len), (1, rate)))
+        for rate in range(2, min(largest_rate + 1, self.seq_len)):
+            if (first := self.least_first(rate)) < self.seq_len:
+                patterns.append(Dilated((first, self.seq_len), (1, rate)))
         return min(patterns, key=self.cost)
 
     def longest_window(self, allowed: int, least: Dilated) -> Dilated:

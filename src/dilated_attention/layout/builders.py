@@ -37,7 +37,7 @@ def _constant(
 
 
 def local(grid: BlockGrid, window: int | None, density: float | None) -> Spans:
-    return _local(grid, _size("window", window, density, _local, grid))
+    return _sized("window", window, density, _local, grid)
 
 
 def _local(grid: BlockGrid, window: int) -> Spans:
@@ -55,7 +55,7 @@ def _leading(grid: BlockGrid, tokens: int) -> Spans:
 def global_(grid: BlockGrid, tokens: int | Sequence[int] | None, density: float | None) -> Spans:
     """Return the intervals of keys for global tokens, as `BlockLayout.global_` describes them."""
     if tokens is None or (not isinstance(tokens, Sequence) and getattr(tokens, "ndim", 0) == 0):
-        return _leading(grid, _size("tokens", tokens, density, _leading, grid))
+        return _sized("tokens", tokens, density, _leading, grid)
     if density is not None:
         raise ValueError(f"give either tokens or density, got tokens={tokens!r} and density={density}")
     if hasattr(tokens, "ndim"):  # a tensor or array, whose numbers no compiler knows
@@ -106,7 +106,7 @@ def dilated(grid: BlockGrid, rates: Sequence[int], reach: int | None, density: f
     if not rates:
         raise ValueError("rates must name at least one rate, got none")
     reach = 1 if reach is density is None else reach
-    return _dilated(grid, _size("reach", reach, density, _dilated, grid, rates), rates)
+    return _sized("reach", reach, density, _dilated, grid, rates)
 
 
 def _dilated(grid: BlockGrid, reach: int, rates: tuple[int, ...]) -> Spans:
@@ -124,16 +124,15 @@ def _offsets(grid: BlockGrid, reach: int, rates: tuple[int, ...]) -> Tensor:
 
 
 def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> Spans:
-    if hasattr(levels, "__len__") and not len(levels):
-        raise ValueError("levels must hold at least one (stride, window), got none")
-    if not (hasattr(levels, "__len__") and all(hasattr(level, "__len__") and len(level) == 2 for level in levels)):
-        raise ValueError(f"levels must be pairs (stride, window), got {levels!r}")
+    pairs = list(levels) if hasattr(levels, "__len__") else []
+    if not pairs or not all(hasattr(level, "__len__") and len(level) == 2 for level in pairs):
+        raise ValueError(f"levels must be pairs (stride, window), at least one; got {levels!r}")
     sizes = []
-    for stride, window in levels:
+    for stride, window in pairs:
         reach = grid.seq_len if window is None else checks.positive("a level's window", window)
         sizes.append((checks.positive("a level's stride", stride), min(reach, grid.seq_len)))
     if any(s > t or w > x for (s, w), (t, x) in pairwise(sizes)):
-        raise ValueError(f"levels must go fine to coarse, strides and windows ascending, got {list(levels)}")
+        raise ValueError(f"levels must go fine to coarse, strides and windows ascending, got {pairs}")
     first, last = grid.queries()
     spans = []
     for stride, window in sizes:
@@ -150,7 +149,7 @@ def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> S
 
 def random(grid: BlockGrid, density: float, seed: int) -> Lists:
     check_share("density", density)
-    return _draw(grid.visible(), (grid.visible() * density).round().long().clamp_(min=1), seed)
+    return _draw(grid.visible(), (grid.visible().double() * density).round().long().clamp_(min=1), seed)
 
 
 def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:
@@ -158,18 +157,19 @@ def random_blocks(grid: BlockGrid, number: int, seed: int) -> Lists:
     return _draw(grid.visible(), grid.visible().clamp(max=number), seed)
 
 
-def _size(
+def _sized(
     name: str, value: int | None, density: float | None, spans: Callable[..., Spans], grid: BlockGrid, *more: Any
-) -> int:
-    """Return `value`, at most the sequence length; or if `density` is given, the size with the nearest density, where
-    `spans(grid, size, *more)` returns the intervals for a size. `name`: the argument's name in errors."""
+) -> Spans:
+    """Return `spans(grid, value, *more)`; or if `density` is given, the intervals of the size with the nearest density.
+    `name`: the argument's name in errors."""
     if (value is None) == (density is None):
         raise ValueError(f"give either {name} or density, got {name}={value}, density={density}")
-    if value is not None:
-        return min(checks.positive(name, value), grid.seq_len)
-    assert density is not None
-    check_share("density", density)
-    return constant(_size_of_density, grid, density, spans, *more)
+    if density is None:
+        size = min(checks.positive(name, value), grid.seq_len)
+    else:
+        check_share("density", density)
+        size = constant(_size_of_density, grid, density, spans, *more)
+    return spans(grid, size, *more)
 
 
 def _size_of_density(grid: BlockGrid, density: float, spans: Callable[..., Spans], *more: Any) -> int:

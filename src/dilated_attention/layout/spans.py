@@ -29,7 +29,7 @@ block, one list after another."""
 
 def check_share(name: str, value: float) -> None:
     if not isinstance(value, Real) or not 0 < value <= 1:
-        raise ValueError(f"{name} must lie in (0, 1], got {value}")
+        raise ValueError(f"{name} must lie in (0, 1], got {value!r}")
 
 
 def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, int]:

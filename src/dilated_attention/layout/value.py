@@ -273,7 +273,8 @@ class BlockLayout:
         block may lie wholly above the diagonal.
         """
         q_block, k_block = block_pair(block_size)
-        layout = cls(*conversions.from_indices(indptr, indices), seq_len, q_block, k_block, is_causal)
+        starts, blocks = conversions.from_indices(indptr, indices)  # new tensors, which are checked here
+        layout = cls(_named(starts), _named(blocks), seq_len, q_block, k_block, is_causal)
         conversions.check_lists(layout.grid, layout.indptr, layout.indices)
         return layout
 
@@ -544,7 +545,7 @@ class BlockLayout:
             start, stop: query blocks without a token in [start, stop) get empty lists; stop=None: seq_len.
         """
         self.require_unchanged()
-        if seq_len > self.seq_len:
+        if checks.positive("seq_len", seq_len) > self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
         first, rows, columns = start // self.q_block, -(-seq_len // self.q_block), -(-seq_len // self.k_block)
         last = rows if stop is None else -(-stop // self.q_block)
@@ -688,17 +689,11 @@ class BlockLayout:
 
     def plot(self, ax: Axes | None = None, *, batch: int = 0, head: int = 0) -> Axes:
         """Draw one head's blocks, queries downwards, keys to the right; grey where a pixel covers several blocks."""
-        if not (0 <= batch < self.batch_size and 0 <= head < self.num_heads):
-            raise ValueError(
-                f"batch={batch}, head={head} must lie in a layout of {self.batch_size} batch elements and "
-                f"{self.num_heads} heads"
-            )
-        start, stop = (int(x) for x in self.indptr[batch, head, [0, -1]])
-        blocks = (self.row[start:stop] % self.query_blocks).cpu().numpy(), self.indices[start:stop].cpu().numpy()
-        shape = self.query_blocks, self.key_blocks
-        ax = plot_blocks(blocks, shape, self.block_size, self.seq_len, self.is_causal, ax)
+        drawn = self.select(batch=[batch], heads=[head])
+        blocks = drawn.row.cpu().numpy(), drawn.indices.cpu().numpy()
+        ax = plot_blocks(blocks, (self.query_blocks, self.key_blocks), self.grid, ax)
         block = f"{self.q_block}" if self.q_block == self.k_block else f"{self.q_block} x {self.k_block}"
-        ax.set_title(f"blocks of {block}, density {self.density:.3g}")
+        ax.set_title(f"blocks of {block}, density {drawn.density:.3g}")
         return ax
 
     # ---- inner workings

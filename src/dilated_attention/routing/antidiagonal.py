@@ -66,4 +66,4 @@ def _pieces(q: Tensor, k: Tensor, grid: Candidates, stride: int) -> Sample:
     weight = (first < q.shape[1]).to(grid.dtype)
     weight /= weight.sum(-1, keepdim=True)
     peaks = grid.k_block // stride
-    return Sample(q, weight, k, peaks, grid.scale / stride, joined=stride, skipped=int(grid.is_causal))
+    return Sample(q, weight, k, peaks, grid.scale / stride, joined=stride)

@@ -40,7 +40,6 @@ class Sample(NamedTuple):
         logarithm: `(columns, peaks)`, the logarithm of how many tokens each key represents; None: one token each.
         joined: how many tokens are concatenated into one query (in reverse order), and into one key. Missing tokens
             count as zeros.
-        skipped: how many query blocks come before row 0.
     """
 
     query: Tensor
@@ -51,22 +50,19 @@ class Sample(NamedTuple):
     first_key: Tensor | None = None
     logarithm: Tensor | None = None
     joined: int = 1
-    skipped: int = 0
 
 
 def estimated_shares(x: Sample, grid: Candidates) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows with their estimated shares (B, lists, rows of the slice, columns), for all rows."""
-    skipped = x.skipped
+    """Yield slices of rows with their estimated shares (B, lists, rows of the slice, columns), for all rows. `x` may
+    leave out the first ones, whose shares are 0."""
+    skipped = grid.rows - len(x.weight)
     seen = (grid.choices * x.peaks).clamp(max=-(-x.key.shape[1] // x.joined))
     seen = seen[skipped:, None].expand(x.weight.shape)
-    if grid.rows == skipped:
+    if skipped:
         share = x.query.new_zeros(len(x.query), x.query.shape[2], skipped, grid.columns, dtype=grid.dtype)
         yield slice(0, skipped), grid.by_list(share)
     for at, share in shares(x, seen, grid.columns):
-        share = grid.by_list(share)
-        if skipped and at.start == 0:
-            share = F.pad(share, (0, 0, skipped, 0))
-        yield slice(at.stop + skipped - share.shape[2], at.stop + skipped), share
+        yield slice(at.start + skipped, at.stop + skipped), grid.by_list(share)
 
 
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
@@ -216,7 +212,7 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
 
     def weights(grid: Candidates) -> Tensor:
         share = size.clamp(max=1) if grid.is_causal else size  # parts count equally
-        return (share / share.sum(-1, keepdim=True)).to(grid.dtype)
+        return share.to(grid.dtype) / share.sum(-1, keepdim=True)
 
     return query.to(grid.dtype), grid.once("part weights", weights)
 
@@ -255,11 +251,11 @@ def part_means(x: Tensor, grid: Candidates, block: int, parts: int, before: bool
     if is_compiled(x):
         return compiled.means(x, starts.flatten(), stops.flatten()).unflatten(1, size.shape), size
     part = torch.arange(block, device=x.device) * parts // block
-    member = part == torch.arange(parts, device=x.device)[:, None]
-    blocks, whole = len(size), member.sum(-1).clamp(min=1)  # weights before sums, which half precision could not hold
-    rows = in_blocks(x[:, 1 : 1 + (blocks - 1) * block] if before else x, block).flatten(3)
-    means = F.pad((member / whole[:, None]).to(x.dtype) @ rows, (0, 0, 0, 0, int(before), 0))
-    means = (means * (whole / size[:, :parts].clamp(min=1))[..., None].to(x.dtype)).unflatten(3, x.shape[2:])
+    member = (part == torch.arange(parts, device=x.device)[:, None]).to(grid.dtype)
+    rows = in_blocks(x[:, 1 : 1 + (len(size) - 1) * block] if before else x, block).flatten(3)
+    # weights before sums, which half precision could not hold
+    weight = (member / size[int(before) :, :parts, None].clamp(min=1)).to(x.dtype)
+    means = F.pad(weight @ rows, (0, 0, 0, 0, int(before), 0)).unflatten(3, x.shape[2:])
     return torch.cat([means, x[:, ::block, None]], 2) if before else means, size
 
 
@@ -278,15 +274,14 @@ def _parts(grid: Candidates, block: int, parts: int, before: bool) -> tuple[Tens
     return starts, stops, stops - starts
 
 
-def extremes(x: Tensor, page: int, skip: int = 0) -> Tensor:
-    """Return the greatest, then the least components of each page of keys x (B, N, H, D) without the first `skip`
-    tokens: (B, pages, H, 2 D)."""
+def extremes(x: Tensor, page: int) -> Tensor:
+    """Return the greatest, then the least components of each page of keys x (B, N, H, D): (B, pages, H, 2 D)."""
     starts = torch.arange(0, x.shape[1], page, device=x.device)
     if is_compiled(x):
-        return compiled.extremes(x, starts.clamp(min=skip), (starts + page).clamp(max=x.shape[1])).to(x.dtype)
+        return compiled.extremes(x, starts, (starts + page).clamp(max=x.shape[1])).to(x.dtype)
     pages = in_blocks(x, page)
     token = torch.arange(pages.shape[1] * page, device=x.device).view(-1, page, 1, 1)
-    none = (token < skip) | (token >= x.shape[1])
+    none = token >= x.shape[1]
     high = pages.masked_fill(none, -torch.inf).amax(2)
     low = pages.masked_fill(none, torch.inf).amin(2)
     return torch.cat([high, low], -1)

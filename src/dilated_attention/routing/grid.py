@@ -122,10 +122,11 @@ class Candidates(BlockGrid):
         """Return how many key blocks each query block keeps, `(rows,)`: round(density * visible), at least `floor` and
         those always listed. When causal, a partial last query block keeps as many as a whole one, minus those that only
         the whole one would see, so that its choice among earlier blocks does not depend on how many tokens follow."""
-        visible = self.visible().to(self.device)
-        whole = (self.first_query + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
-        present = (whole * density).round().long().clamp(min=self.floor) - (whole - visible)
-        return torch.maximum(present, self.bounds.stops - self.bounds.starts).minimum(visible)
+        visible = self.visible()
+        whole = (self.queries()[0][:, 0] + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
+        present = (whole.double() * density).round().long().clamp(min=self.floor) - (whole - visible)
+        least = self.bounds.stops - self.bounds.starts
+        return present.to(self.device).maximum(least).minimum(visible.to(self.device))
 
     def layout_of(self, rows: Iterable[tuple[slice, Tensor, Tensor]]) -> BlockLayout:
         """Return the layout whose query blocks list the `counts` key blocks of the largest shares; in a tie, the first.

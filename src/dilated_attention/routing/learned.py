@@ -65,9 +65,8 @@ class LearnedRouter(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
-        self.density, self.temperature, self.floor = density, temperature, floor
+        self.density, self.floor = density, checks.integer("floor", floor, 0)
+        self.temperature = checks.positive_number("temperature", temperature)
         self.block_size, self.is_causal = block_size, is_causal
         self.query_map = nn.Parameter(torch.empty(num_heads, head_dim, rank))
         self.key_map = nn.Parameter(torch.empty(num_kv_heads, 3 * head_dim, rank))
@@ -101,13 +100,18 @@ class LearnedRouter(nn.Module):
         The gate, from 0 to 1, says how far the relaxed choice lists the block. Its logarithm is 0 on the diagonal, and
         -inf for blocks that the query block may not choose.
         """
-        return self._log_gates(q, k, self._grid(q, k))
+        grid = self._grid(q, k)
+        free = grid.allowed & ~grid.always
+        x = self._scores(q, k, grid) / self.temperature
+        wanted = (grid.budget(self.density) - grid.always.sum(-1)).clamp(min=0).to(x.dtype)
+        gate = F.logsigmoid(x - _threshold(x, free, wanted))
+        return gate.masked_fill(~free, -math.inf).masked_fill(grid.always, 0.0)
 
     def relaxed_attention(self, q: Queries, k: Keys, v: Keys, *, scale: float | None = None) -> Queries:
         """Return softmax(scale q·k + log gate) v, where a key has its block's gate. Invisible keys take no part."""
         grid = self._grid(q, k)
         token = torch.arange(grid.seq_len, device=q.device)
-        bias = self._log_gates(q, k, grid)[..., (token // grid.q_block)[:, None], token // grid.k_block]
+        bias = self.log_gates(q, k)[..., (token // grid.q_block)[:, None], token // grid.k_block]
         if self.is_causal:
             bias = bias.masked_fill(token > token[:, None], -math.inf)
         scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -135,13 +139,6 @@ class LearnedRouter(nn.Module):
             key = torch.einsum("bjhd,hdr->bhjr", key.to(dtype), self.key_map)
             key = key.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
             return query @ key.mT / self.query_map.shape[2] ** 0.5
-
-    def _log_gates(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
-        free = grid.allowed & ~grid.always
-        x = self._scores(q, k, grid) / self.temperature
-        wanted = (grid.budget(self.density) - grid.always.sum(-1)).clamp(min=0).to(x.dtype)
-        gate = F.logsigmoid(x - _threshold(x, free, wanted))
-        return gate.masked_fill(~free, -math.inf).masked_fill(grid.always, 0.0)
 
 
 def _threshold(x: Tensor, free: Tensor, wanted: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -103,7 +102,6 @@ class PageBounds:
                     f"k must have the batch, kv_heads, head_dim and dtype of the keys before it, {mine}; got {k.dtype} "
                     f"of shape {tuple(k.shape)}"
                 )
-        held = self.seq_len % self.page_size
         pages = -(-(self.seq_len + k.shape[1]) // self.page_size)
         if self.bounds is None or pages > self.bounds.shape[2]:
             with torch.inference_mode(False):  # else only inference mode could add to it
@@ -111,15 +109,11 @@ class PageBounds:
             if self.bounds is not None:
                 grown[:, :, : self.pages] = self.bounds[:, :, : self.pages]
             self.bounds = grown
-        fresh = extremes(F.pad(k, (0, 0, 0, 0, held, 0)), self.page_size, held).transpose(1, 2)
-        first = self.pages - (held > 0)
-        if held:  # the open page
-            head_dim, open_page = k.shape[3], self.bounds[:, :, first]
-            fresh[:, :, 0, :head_dim] = torch.maximum(fresh[:, :, 0, :head_dim], open_page[..., :head_dim])
-            fresh[:, :, 0, head_dim:] = torch.minimum(fresh[:, :, 0, head_dim:], open_page[..., head_dim:])
-        self.bounds[:, :, first:pages] = fresh
-        self.seq_len, self.pages = self.seq_len + k.shape[1], pages
         recent = k if self.recent is None else torch.cat([self.recent, k], 1)
+        first, held = divmod(self.seq_len, self.page_size)
+        fresh = recent[:, recent.shape[1] - k.shape[1] - held :]  # from the start of the open page
+        self.bounds[:, :, first:pages] = extremes(fresh, self.page_size).transpose(1, 2)
+        self.seq_len, self.pages = self.seq_len + k.shape[1], pages
         self.recent = recent[:, -(self.seq_len - max(0, pages - 2) * self.page_size) :].clone()
 
     def crop(self, seq_len: int) -> None:
@@ -184,10 +178,7 @@ class PageBounds:
 
 def _signed(q: Tensor) -> Tensor:
     """Return [max(q, 0), min(q, 0)] along the last dimension. Its product with a page's `extremes` is the bound."""
-    signed = q.new_empty(*q.shape[:-1], 2, q.shape[-1])
-    torch.clamp(q, 0, out=signed[..., 0, :])
-    torch.clamp(q, max=0, out=signed[..., 1, :])
-    return signed.flatten(-2)
+    return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
 
 
 def _pages(q: Tensor, k: Tensor, grid: Candidates, page_size: int) -> Sample:

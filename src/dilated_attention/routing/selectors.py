@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -200,15 +201,15 @@ def hierarchical_blocks(
         tensor([True, True, True, True])
     """
     region = checks.positive("region", region)
-    if not breadth >= 1:
-        raise ValueError(f"breadth must be at least 1, got {breadth}")
+    if not isinstance(breadth, Real) or not breadth >= 1:
+        raise ValueError(f"breadth must be at least 1, got {breadth!r}")
     grid = candidates(q, k, block_size=block_size, is_causal=is_causal, scale=scale, floor=floor)
     budget = grid.budget(density)
     most = int(budget.max())
     side = region * math.lcm(grid.q_block, grid.k_block)
     coarse = replace(grid, q_block=side, k_block=side)
     regions, inner_q, inner_k = coarse.columns, side // grid.q_block, side // grid.k_block
-    wide = min(regions, max(math.ceil(breadth * density * regions), math.ceil(most / inner_k) + 1))
+    wide = min(regions, max(math.ceil(min(breadth * density, 1) * regions), math.ceil(most / inner_k) + 1))
 
     sample = pooled(q, k, grid)
     parts, peaks = sample.weight.shape[1], sample.peaks
