@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor
 
 from dilated_attention import UnsupportedError
-from dilated_attention.integrations.huggingface import Visibility, dilate, extend_positions, register, report
+from dilated_attention.integrations.huggingface import dilate, extend_positions, register, report
+from dilated_attention.integrations.own_attention import Shown
 from dilated_attention_lab.bench.suites import minilm as suite
 from tolerances import TOLERANCE, relative_error
 
@@ -576,7 +577,7 @@ def test_a_model_that_computes_with_its_mask():
     doge = transformers.DogeModel(transformers.DogeConfig(**WIDTH, **MLP, num_key_value_heads=2))
     with pytest.raises(UnsupportedError, match="computes with its mask over pairs"):
         dilate(doge, **WHOLE)(torch.randint(3, 60, (2, 8)))
-    seen, scores = Visibility(True, 0, 8), torch.zeros(8, 8)
+    seen, scores = Shown(True), torch.zeros(8, 8)
     for use in (lambda: seen[:, None], lambda: scores + seen, lambda: 1 - seen, lambda: seen.size(-1), lambda: ~seen):
         with pytest.raises(UnsupportedError, match="choose a model that hands it to its attention alone"):
             use()
