@@ -7,6 +7,7 @@ no mask over pairs of tokens is ever formed, and `attend` computes it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -167,10 +168,8 @@ def _selection(real: Tensor) -> slice | Tensor:
     It is a slice where they are neighbours, so that no key is copied.
     """
     index = real.nonzero()[:, 0]
-    if not len(index):
-        return slice(0, 0)
-    first, last = int(index[0]), int(index[-1])
-    return slice(first, last + 1) if last - first + 1 == len(index) else index
+    first, stop = (int(index[0]), int(index[-1]) + 1) if len(index) else (0, 0)
+    return slice(first, stop) if stop - first == len(index) else index
 
 
 def read_mask(mask_function: Callable[..., Any]) -> Shown:
@@ -197,9 +196,7 @@ def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
         return {"after": 0}
     if mask_function is bidirectional_mask_function or _same_code(mask_function, _every_key):
         return {}
-    kind, names = mask_function.__qualname__.split(".")[0], mask_function.__code__.co_freevars
-    cells = (cell.cell_contents for cell in mask_function.__closure__ or ())
-    values = dict(zip(names, cells, strict=True))
+    kind, values = mask_function.__qualname__.split(".")[0], inspect.getclosurevars(mask_function).nonlocals
     if kind == "and_masks":
         return _both([_limits(part) for part in values["mask_functions"]])
     if kind == "or_masks":
