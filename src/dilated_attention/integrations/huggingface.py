@@ -622,7 +622,7 @@ def attention_forward(
     pattern, backend = pattern_of(module.config)
     if not torch.compiler.is_compiling():
         _REPORTED[module] = repr(pattern)
-    shown = _plain_of(module, q, k, attention_mask, is_causal)
+    shown = _shown_of(module, q, k, attention_mask, is_causal, dilated=True)
     if shown.q_start:
         if dropout:
             raise UnsupportedError(
@@ -707,31 +707,52 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return causal
 
 
-def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
-    """Return the error for a mask that our mask function did not make, or refused. `remedy`: advice at its end."""
-    if isinstance(mask, Refused):
-        return mask.error
-    shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-    return UnsupportedError(
-        f"attention_mask of shape {shape}: masks over pairs are not supported; give a mask over tokens, "
-        f"(batch, seq){remedy}"
-    )
+def _over_tokens(mask: Mask, batch: int, queries: int, keys: int) -> Mask:
+    """Return what a mask over tokens shows, such as LayoutLM and MarkupLM make: `(batch or 1, 1, 1, keys)`, 0 at real
+    tokens and less than -1,000 at padding. Return any other mask as it is."""
+    if not isinstance(mask, Tensor) or mask.shape[1:] != (1, 1, keys) or torch.compiler.is_compiling():
+        return mask
+    hidden = mask[:, 0, 0] < -1000
+    if not mask.is_floating_point() or (mask[:, 0, 0].bool() != hidden).any():
+        return mask
+    hidden = hidden.expand(batch, -1)
+    return Shown(False, q_start=keys - queries, queries=queries, keys=keys, hidden=hidden if hidden.any() else None)
 
 
-def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
-    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
+def _shown_of(
+    module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None, *, dilated: bool = False
+) -> Shown:
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer.
+
+    A dilated layer without a mask has no cache.
+    """
     queries, keys = q.shape[1], k.shape[1]
+    mask = _over_tokens(mask, len(q), queries, keys)
+    if isinstance(mask, Refused):
+        raise mask.error
     if mask is None:
-        causal = _is_causal(module, is_causal) and queries > 1
-        return Shown(causal, q_start=keys - queries, queries=queries, keys=keys)
-    if not isinstance(mask, Shown):
-        raise _over_pairs(mask, f", or {REMEDY}")
-    if (mask.queries, mask.keys) != (queries, keys):
+        past = 0 if dilated else keys - queries
+        causal = _is_causal(module, is_causal) and (dilated or queries > 1)
+        mask = Shown(causal, q_start=past, queries=queries, keys=past + queries)
+    elif not isinstance(mask, Shown):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UnsupportedError(
+            f"attention_mask of shape {shape}: masks over pairs are not supported; give a mask over tokens, "
+            f"(batch, seq){'' if dilated else f', or {REMEDY}'}"
+        )
+    beside = dilated and (
+        getattr(module, "is_cross_attention", False) or mask.q_start + mask.queries - mask.k_start != mask.keys
+    )
+    if beside or (mask.queries, mask.keys) != (queries, keys):
         raise UnsupportedError(
             f"{type(module).__name__}: {queries} queries over {keys} keys, where the mask has {mask.queries} and "
-            f"{mask.keys}; {REMEDY}"
+            f"{mask.keys}; {'only self-attention is supported' if dilated else REMEDY}"
         )
-    return mask
+    if dilated and is_causal not in (None, mask.is_causal):
+        raise UnsupportedError(
+            f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={mask.is_causal}"
+        )
+    return _require_plain(mask) if dilated else mask
 
 
 def _require_plain(shown: Mask) -> Shown:
@@ -745,26 +766,6 @@ def _require_plain(shown: Mask) -> Shown:
     if shown.q_start and not shown.is_causal:
         raise UnsupportedError("bidirectional attention with a cache: earlier queries would miss later keys")
     return shown
-
-
-def _plain_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
-    """Return what the mask of a dilated layer shows; without a mask, all tokens are real and none is cached."""
-    new, keys = q.shape[1], k.shape[1]
-    if mask is None:
-        mask = Shown(_is_causal(module, is_causal), queries=new, keys=new)
-    if not isinstance(mask, Shown):
-        raise _over_pairs(mask)
-    whole = mask.q_start + mask.queries - mask.k_start
-    if getattr(module, "is_cross_attention", False) or (mask.queries, mask.keys, whole) != (new, keys, keys):
-        raise UnsupportedError(
-            f"{type(module).__name__}: {new} queries over {keys} keys, where the mask has {mask.queries} and "
-            f"{mask.keys}: only self-attention is supported"
-        )
-    if is_causal is not None and is_causal != mask.is_causal:
-        raise UnsupportedError(
-            f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={mask.is_causal}"
-        )
-    return _require_plain(mask)
 
 
 register()
