@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor
 
 from dilated_attention import UnsupportedError
-from dilated_attention.integrations.huggingface import Visibility, dilate, extend_positions, register, report
+from dilated_attention.integrations.huggingface import attention_forward, dilate, extend_positions, register, report
+from dilated_attention.integrations.own_attention import Shown
 from dilated_attention_lab.bench.suites import minilm as suite
 from tolerances import TOLERANCE, relative_error
 
@@ -480,6 +481,21 @@ def test_refusals(case):
         dilate(model, **WHOLE)(torch.randint(3, 60, (2, 8)), **arguments)
 
 
+@pytest.mark.parametrize("name", ["LayoutLM", "MarkupLM"])
+def test_models_that_make_a_mask_over_tokens_themselves(name):
+    config = getattr(transformers, f"{name}Config")(**WIDTH, **MLP)
+    model, tokens = getattr(transformers, f"{name}Model")(config).eval(), torch.randint(3, 60, (3, SEQ))
+    for mask in (masks()[side] for side in ("all real", "holes")):
+        model.set_attn_implementation("eager")
+        expected = model(tokens, attention_mask=mask)[0][mask.bool()]
+        own = copy.deepcopy(model)
+        own.set_attn_implementation("dilated_attention")
+        for ours in (own, dilate(copy.deepcopy(model), **WHOLE)):
+            torch.testing.assert_close(ours(tokens, attention_mask=mask)[0][mask.bool()], expected)
+    with pytest.raises(UnsupportedError, match=rf"shape \(3, 1, 1, {SEQ}\)"):
+        attention_forward(own.encoder.layer[0].attention.self, *torch.randn(3, 3, 4, SEQ, 8), torch.randn(3, 1, 1, SEQ))
+
+
 def composite() -> transformers.LlavaConfig:
     text = {
         "hidden_size": 32,
@@ -576,7 +592,7 @@ def test_a_model_that_computes_with_its_mask():
     doge = transformers.DogeModel(transformers.DogeConfig(**WIDTH, **MLP, num_key_value_heads=2))
     with pytest.raises(UnsupportedError, match="computes with its mask over pairs"):
         dilate(doge, **WHOLE)(torch.randint(3, 60, (2, 8)))
-    seen, scores = Visibility(True, 0, 8), torch.zeros(8, 8)
+    seen, scores = Shown(True), torch.zeros(8, 8)
     for use in (lambda: seen[:, None], lambda: scores + seen, lambda: 1 - seen, lambda: seen.size(-1), lambda: ~seen):
         with pytest.raises(UnsupportedError, match="choose a model that hands it to its attention alone"):
             use()

@@ -244,6 +244,17 @@ def test_blocks_of_tokens_see_one_another(make, use_cache):
             assert (make(NAME)[0](**inputs).logits[mask.bool()] - results[0][0]).abs().max() > 1e-3
 
 
+def test_a_dilated_model_takes_a_text_where_images_could_be():
+    """A processor marks the places of images in every text; its full layers are dilated, others keep their windows."""
+    model, types = _images("eager")
+    inputs = {"input_ids": torch.randint(1, 90, types.shape)}
+    expected = model(**inputs).logits
+    dilate(model, [64], [1], layers="full")
+    torch.testing.assert_close(model(**inputs, token_type_ids=torch.zeros_like(types)).logits, expected)
+    with pytest.raises(UnsupportedError, match="neither causal nor bidirectional"):
+        model(**inputs, token_type_ids=types)
+
+
 def test_a_prefix_is_computed_once(monkeypatch):
     rows = []
 

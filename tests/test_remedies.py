@@ -250,7 +250,6 @@ NOT_FOLLOWED = {
     "run one rank of": "describes a command",
     "train a byte-level language model": "describes a command",
     "convert a torchscale, GigaPath or LongViT checkpoint, and": "describes a command",
-    "call dilate on the whole model": "an assertion of how dilate works",
 }
 
 

@@ -32,9 +32,8 @@ class ChosenBlocks:
     def serves(self, shown: Shown) -> bool:
         """Return whether a call attends to chosen blocks: it must be a whole prompt of at least `first` tokens, with no
         windows, chunks, packed samples, padding or `blocks` in its mask."""
-        limited = (shown.window, shown.chunk, shown.samples, shown.blocks, shown.hidden)
         whole = shown.q_start == shown.k_start == 0 and (shown.is_causal or shown.queries == shown.keys)
-        return whole and shown.queries >= max(self.first, 2) and all(limit is None for limit in limited)
+        return whole and shown.is_plain and shown.hidden is None and shown.queries >= max(self.first, 2)
 
     def attend(
         self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **options: Any

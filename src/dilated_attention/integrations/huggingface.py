@@ -18,8 +18,8 @@ The segment grid counts only the tokens that `attention_mask` keeps. So a sample
 and without padding, wherever the padding lies. Padding rows get 0.
 
 transformers asks an implementation for two functions, a mask function and an attention function. The mask function
-says which keys a query may see. Ours returns no tensor over pairs; it returns a `Visibility` for a dilated model, or a
-`Shown` for a model's own attention, and the attention function reads it. A mask that neither can express is refused.
+says which keys a query may see. Ours returns no tensor over pairs but a `Shown`, and the attention function reads it. A
+mask that it cannot express is refused, and so is one with windows, chunks, packed samples or blocks in a dilated layer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import causal_mask_function
 
 from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
@@ -51,6 +51,7 @@ from dilated_attention.integrations.own_attention import (
     permuted,
     read_arguments,
     read_mask,
+    real_first,
 )
 from dilated_attention.integrations.positions import extend_positions as extend_positions
 from dilated_attention.integrations.positions import position_table, require_positions
@@ -73,27 +74,6 @@ _REMEDIES = {
     "cu_seq_lens_q": "packed sequences are not supported; pad them and give attention_mask",
     "cache": "paged caches are not supported; generate with the dynamic cache",
 }
-
-
-@dataclass(frozen=True)
-class Visibility(NotATensor):
-    """Hold which keys the queries of one forward may see; the dilated pattern shows some of them.
-
-    Attributes:
-        is_causal: a query sees no later key.
-        past, new: tokens in the cache, and tokens of this call.
-        lengths: `(batch,)`, real tokens per sample; None: all are real, or `samples` says which.
-        order: `(batch, new)`, a permutation that puts the real tokens of each sample first; None: they come first.
-        samples: with a cache and padding, for each sample: indices of the real ones among the new tokens, and among
-            all tokens.
-    """
-
-    is_causal: bool
-    past: int
-    new: int
-    lengths: Tensor | None = None
-    order: Tensor | None = None
-    samples: tuple[tuple[slice | Tensor, slice | Tensor], ...] | None = None
 
 
 class _Pattern:
@@ -510,26 +490,28 @@ def visibility(
     config: Any = None,
     local_size: int | None = None,
     **kwargs: Any,
-) -> Visibility | Shown | Refused:
+) -> Shown | Refused:
     """Describe what the queries of a forward may see. This is the mask function that transformers calls.
 
-    It takes the arguments of transformers' `sdpa_mask`. The result is a `Visibility` for dilated layers, and a `Shown`
-    for layers that keep the model's own attention. A dilated model's window, and a mask that `read_mask` cannot read,
-    give a `Refused`, which raises only in a layer that gets it: some models make masks for kinds of layers that they do
-    not have. Anything else that this library cannot compute raises an UnsupportedError here.
+    It takes the arguments of transformers' `sdpa_mask`. A dilated model's window, and a mask that `read_mask` cannot
+    read, give a `Refused`, which raises only in a layer that gets it: some models make masks for kinds of layers that
+    they do not have. Anything else that this library cannot compute raises an UnsupportedError here.
     """
     if isinstance(attention_mask, NotATensor):  # made before the forward: by `generate`, or by a model that holds one
         return attention_mask
     options = getattr(config, NAME, None)
-    if options is None or (local_size is not None and _keeps_windows(options)):
-        shown = None
-        if torch.compiler.is_compiling():
-            shown = read_arguments(mask_function, local_size, config, attention_mask, kwargs)
+    shown: Shown | Refused | None = None
+    if torch.compiler.is_compiling():
+        shown = read_arguments(mask_function, local_size, config, attention_mask, kwargs)
+    if shown is None and not (torch.compiler.is_compiling() and options is not None and local_size is None):
         try:
-            shown = shown or read_mask(mask_function)
+            shown = read_mask(mask_function)
         except UnsupportedError as error:  # for the layer that is given it
-            return Refused(error)
-        return _placed(shown, q_length, kv_length, int(q_offset), kv_offset, attention_mask)
+            shown = Refused(error)
+    if isinstance(shown, Shown):
+        shown = _placed(shown, q_length, kv_length, int(q_offset), kv_offset, attention_mask)
+    if shown is not None and _is_own(options, shown):
+        return shown
     pattern_of(config)
     for flag in ("is_encoder_decoder", "add_cross_attention"):
         if getattr(config, flag, False):
@@ -539,41 +521,26 @@ def visibility(
             )
     if local_size is not None:
         return Refused(UnsupportedError(f"a window or chunks of {local_size} tokens: {_without_windows(config)}"))
-    if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
-        raise UnsupportedError(
-            "the model asks for a mask that is neither causal nor bidirectional (packed sequences, bidirectional "
-            "blocks, ...); it would be lost. For packed sequences, pad them and give attention_mask; give it too under "
-            "torch.compile, where transformers takes every batch without one for packed"
-        )
-    is_causal = mask_function is causal_mask_function
     if isinstance(q_offset, Tensor) or kv_offset or kv_length != q_offset + q_length:
         raise UnsupportedError(
             f"{kv_length} keys from position {kv_offset} on, for {q_length} queries from {q_offset} on: only self-"
             'attention with the dynamic cache, which holds all tokens, is supported: cache_implementation="dynamic"'
         )
-    if q_offset and not is_causal:
-        raise UnsupportedError("bidirectional attention with a cache: earlier queries would miss later keys")
-    if attention_mask is None:
-        return Visibility(is_causal, q_offset, q_length)
     shape = (batch_size, kv_length)
-    if attention_mask.shape != shape:
+    if attention_mask is not None and attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask must be (batch, tokens in the cache and new) = {shape}; got {tuple(attention_mask.shape)}"
         )
-    return _padded(Visibility(is_causal, q_offset, q_length), attention_mask.bool())
+    return _require_plain(shown)
 
 
-def _padded(seen: Visibility, real: Tensor) -> Visibility:
-    """Return `seen` limited to the real tokens; real: `(batch, tokens in the cache and new)`, False at padding."""
-    compiling = torch.compiler.is_compiling()  # then values cannot be looked at
-    if not compiling and real.all():
-        return seen
-    if seen.past:
-        return replace(seen, samples=tuple((_selection(row[seen.past :]), _selection(row)) for row in real))
-    order = None
-    if compiling or (real[:, 1:] & ~real[:, :-1]).any():
-        order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
-    return replace(seen, lengths=real.sum(1), order=order)
+def _is_own(options: Any, mask: Mask) -> bool:
+    """Return whether a layer computes the model's own attention: it has no pattern (`options`), or a window or chunks
+    that the pattern's options leave as they are."""
+    if options is None:
+        return True
+    local = isinstance(mask, Refused) or (isinstance(mask, Shown) and bool(mask.window or mask.chunk))
+    return local and _keeps_windows(options)
 
 
 def _placed(shown: Shown, queries: int, keys: int, q_start: int, k_start: int, mask: Tensor | None) -> Shown:
@@ -619,18 +586,6 @@ def report(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _selection(real: Tensor) -> slice | Tensor:
-    """Return an index of the tokens where `real`, bool `(tokens,)`, is True.
-
-    It is a slice where they are neighbours, so that no key is copied.
-    """
-    index = real.nonzero()[:, 0]
-    if not len(index):
-        return slice(0, 0)
-    first, last = int(index[0]), int(index[-1])
-    return slice(first, last + 1) if last - first + 1 == len(index) else index
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -650,7 +605,7 @@ def attention_forward(
         query: `(batch, heads, new, head_dim)`.
         key, value: `(batch, kv_heads, past + new, head_dim)`.
         attention_mask: what our mask function returned.
-        is_causal: decides without a mask (see `_is_causal`). With a `Visibility` it must agree; a `Shown` ignores it.
+        is_causal: decides without a mask (see `_is_causal`). With one, a dilated layer must agree; others ignore it.
         s_aux: what this library calls sinks.
         kwargs: other arguments of the model, refused if they would change the attention.
 
@@ -658,7 +613,7 @@ def attention_forward(
         out `(batch, new, heads, head_dim)`, and None in place of weights.
     """
     options = getattr(module.config, NAME, None)
-    own = options is None or (isinstance(attention_mask, Shown) and _keeps_windows(options))
+    own = _is_own(options, attention_mask)
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if own:
@@ -667,22 +622,23 @@ def attention_forward(
     pattern, backend = pattern_of(module.config)
     if not torch.compiler.is_compiling():
         _REPORTED[module] = repr(pattern)
-    seen = _visibility_of(module, q, k, attention_mask, is_causal)
-    if seen.past:
+    shown = _shown_of(module, q, k, attention_mask, is_causal, dilated=True)
+    if shown.q_start:
         if dropout:
             raise UnsupportedError(
                 f"dropout={dropout} with a cache: use model.eval(), no past_key_values, or a model without "
                 "attention dropout"
             )
-        return _attend_cached(seen, q, k, v, pattern, scale=scaling, sinks=s_aux), None
-    if seen.order is not None:
-        q, k, v = (permuted(x, seen.order) for x in (q, k, v))
+        return _attend_cached(shown, q, k, v, pattern, scale=scaling, sinks=s_aux), None
+    lengths, order = real_first(shown.hidden) if torch.compiler.is_compiling() else shown.real
+    if order is not None:
+        q, k, v = (permuted(x, order) for x in (q, k, v))
     out = attention(
-        q, k, v, pattern, is_causal=seen.is_causal, scale=scaling, dropout_p=dropout, sinks=s_aux,
-        lengths=seen.lengths, backend=backend,
+        q, k, v, pattern, is_causal=shown.is_causal, scale=scaling, dropout_p=dropout, sinks=s_aux, lengths=lengths,
+        backend=backend,
     )  # fmt: skip
     assert isinstance(out, Tensor)
-    return (out if seen.order is None else permuted(out, seen.order.argsort(1))), None
+    return (out if order is None else permuted(out, order.argsort(1))), None
 
 
 def _attend_own(
@@ -724,20 +680,19 @@ def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -
         raise UnsupportedError(f"{name}: {remedy}")
 
 
-def _attend_cached(seen: Visibility, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, **options: Any) -> Tensor:
+def _attend_cached(shown: Shown, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, **options: Any) -> Tensor:
     """Attend from new tokens to the tokens in the cache and to themselves. Return out, shaped like q, 0 at padding."""
     q, k, v = as_autocast(q, k, v)  # as attention does by itself
-    if seen.samples is None:
+    if shown.hidden is None:
         return cached_attention(q, k, v, pattern, **options)
-    parts = []
-    for i, (new, every) in enumerate(seen.samples):
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    for i, (new, every) in enumerate(shown.real_by_sample):
         part = cached_attention(q[i, new][None], k[i, every][None], v[i, every][None], pattern, **options)
-        rows = part.new_zeros(seen.new, *part.shape[2:])
-        parts.append(rows.index_put((torch.arange(seen.new, device=q.device)[new],), part[0]))
-    return torch.stack(parts)
+        out[i, new] = part[0]
+    return out
 
 
-Mask = Visibility | Shown | Refused | Tensor | None
+Mask = Shown | Refused | Tensor | None
 """The values that a layer can receive as its mask."""
 
 
@@ -752,55 +707,65 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return causal
 
 
-def _over_pairs(mask: Mask, remedy: str = "") -> UnsupportedError:
-    """Return the error for a mask that our mask function did not make, or refused. `remedy`: advice at its end."""
-    if isinstance(mask, Refused):
-        return mask.error
-    shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-    return UnsupportedError(
-        f"attention_mask of shape {shape}: masks over pairs are not supported; give a mask over tokens, "
-        f"(batch, seq){remedy}"
-    )
+def _over_tokens(mask: Mask, batch: int, queries: int, keys: int) -> Mask:
+    """Return what a mask over tokens shows, such as LayoutLM and MarkupLM make: `(batch or 1, 1, 1, keys)`, 0 at real
+    tokens and less than -1,000 at padding. Return any other mask as it is."""
+    if not isinstance(mask, Tensor) or mask.shape[1:] != (1, 1, keys) or torch.compiler.is_compiling():
+        return mask
+    hidden = mask[:, 0, 0] < -1000
+    if not mask.is_floating_point() or (mask[:, 0, 0].bool() != hidden).any():
+        return mask
+    hidden = hidden.expand(batch, -1)
+    return Shown(False, q_start=keys - queries, queries=queries, keys=keys, hidden=hidden if hidden.any() else None)
 
 
-def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
-    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
+def _shown_of(
+    module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None, *, dilated: bool = False
+) -> Shown:
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer.
+
+    A dilated layer without a mask has no cache.
+    """
     queries, keys = q.shape[1], k.shape[1]
+    mask = _over_tokens(mask, len(q), queries, keys)
+    if isinstance(mask, Refused):
+        raise mask.error
     if mask is None:
-        causal = _is_causal(module, is_causal) and queries > 1
-        return Shown(causal, q_start=keys - queries, queries=queries, keys=keys)
-    if not isinstance(mask, Shown):
-        raise _over_pairs(mask, f", or {REMEDY}")
-    if (mask.queries, mask.keys) != (queries, keys):
+        past = 0 if dilated else keys - queries
+        causal = _is_causal(module, is_causal) and (dilated or queries > 1)
+        mask = Shown(causal, q_start=past, queries=queries, keys=past + queries)
+    elif not isinstance(mask, Shown):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UnsupportedError(
+            f"attention_mask of shape {shape}: masks over pairs are not supported; give a mask over tokens, "
+            f"(batch, seq){'' if dilated else f', or {REMEDY}'}"
+        )
+    beside = dilated and (
+        getattr(module, "is_cross_attention", False) or mask.q_start + mask.queries - mask.k_start != mask.keys
+    )
+    if beside or (mask.queries, mask.keys) != (queries, keys):
         raise UnsupportedError(
             f"{type(module).__name__}: {queries} queries over {keys} keys, where the mask has {mask.queries} and "
-            f"{mask.keys}; {REMEDY}"
+            f"{mask.keys}; {'only self-attention is supported' if dilated else REMEDY}"
         )
-    return mask
-
-
-def _visibility_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Visibility:
-    """Return what the mask of a dilated layer shows; without a mask, all tokens are real and none is cached."""
-    new, keys = q.shape[1], k.shape[1]
-    if isinstance(mask, Shown):
-        raise UnsupportedError(
-            f"{type(module).__name__}: the mask was made for the model's own attention, and its layers are dilated; "
-            "call dilate on the whole model"
-        )
-    if mask is None:
-        mask = Visibility(_is_causal(module, is_causal), 0, new)
-    if not isinstance(mask, Visibility):
-        raise _over_pairs(mask)
-    if getattr(module, "is_cross_attention", False) or (mask.new, mask.past + mask.new) != (new, keys):
-        raise UnsupportedError(
-            f"{type(module).__name__}: {new} queries over {keys} keys, where the mask has {mask.new} and "
-            f"{mask.past + mask.new}: only self-attention is supported"
-        )
-    if is_causal is not None and is_causal != mask.is_causal:
+    if dilated and is_causal not in (None, mask.is_causal):
         raise UnsupportedError(
             f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={mask.is_causal}"
         )
-    return mask
+    return _require_plain(mask) if dilated else mask
+
+
+def _require_plain(shown: Mask) -> Shown:
+    """Return what a mask shows if a dilated pattern can choose from it; raise UnsupportedError otherwise."""
+    if not (isinstance(shown, Shown) and shown.is_plain):
+        raise UnsupportedError(
+            "the model asks for a mask that is neither causal nor bidirectional (packed sequences, bidirectional "
+            "blocks, ...); it would be lost. For packed sequences, pad them and give attention_mask; give it too under "
+            "torch.compile, where transformers takes every batch without one for packed"
+        )
+    if shown.q_start and not shown.is_causal:
+        raise UnsupportedError("bidirectional attention with a cache: earlier queries would miss later keys")
+    return shown
 
 
 register()

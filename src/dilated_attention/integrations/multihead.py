@@ -82,16 +82,10 @@ def convert_attention(
     return names
 
 
-_HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
-
-
 def _dilated(theirs: nn.MultiheadAttention, pattern: Dilated, backend: str) -> MultiheadDilatedAttention:
     if type(theirs) is not nn.MultiheadAttention:
         raise UnsupportedError(f"{type(theirs).__name__} may compute more than nn.MultiheadAttention; leave it out")
-    if any(getattr(theirs, name) for name in _HOOKS):
+    if any(hooks for name, hooks in vars(theirs).items() if name.endswith("_hooks")):
         raise UnsupportedError("it has hooks, which would be lost; remove them first")
     ours = MultiheadDilatedAttention(
         theirs.embed_dim,

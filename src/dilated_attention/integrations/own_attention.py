@@ -7,6 +7,7 @@ no mask over pairs of tokens is ever formed, and `attend` computes it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -121,6 +122,23 @@ class Shown(NotATensor):
             first = self.q_start - self.window + 1
         return slice(max(0, first - self.k_start), self.q_start + self.queries - self.k_start)
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether no window, chunk, packed sample or block changes what is seen."""
+        return self.window is self.chunk is self.samples is self.blocks is None
+
+    @cached_property
+    def real(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return what `real_first` does. All layers of a forward share it; torch.compile cannot trace that."""
+        return real_first(self.hidden)
+
+    @cached_property
+    def real_by_sample(self) -> list[tuple[slice | Tensor, slice | Tensor]]:
+        """Return for each sample the indices of the tokens that are not hidden: among the queries, and among the keys,
+        of which the queries are the last."""
+        assert self.hidden is not None
+        return [(_selection(row[self.keys - self.queries :]), _selection(row)) for row in ~self.hidden]
+
     @cached_property
     def words(self) -> str:
         """Say what a layer shows, in a few words. All layers of a forward share them."""
@@ -131,6 +149,27 @@ class Shown(NotATensor):
         others = ("packed", self.samples), ("blocks", self.blocks), ("padded", self.hidden)
         words += [name for name, x in others if x is not None]
         return f"{', '.join(words)}: {self.queries:,} queries from {self.q_start:,} on, {self.keys:,} keys"
+
+
+def real_first(hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the number of keys of each sample that are not hidden, `(batch,)`, and a permutation that puts them first,
+    `(batch, keys)`; None: they come first. Both are None if `hidden` is."""
+    if hidden is None:
+        return None, None
+    order = None
+    if torch.compiler.is_compiling() or (hidden[:, :-1] & ~hidden[:, 1:]).any():
+        order = hidden.to(torch.uint8).argsort(dim=1, stable=True)
+    return (~hidden).sum(1), order
+
+
+def _selection(real: Tensor) -> slice | Tensor:
+    """Return an index of the tokens where `real`, bool `(tokens,)`, is True.
+
+    It is a slice where they are neighbours, so that no key is copied.
+    """
+    index = real.nonzero()[:, 0]
+    first, stop = (int(index[0]), int(index[-1]) + 1) if len(index) else (0, 0)
+    return slice(first, stop) if stop - first == len(index) else index
 
 
 def read_mask(mask_function: Callable[..., Any]) -> Shown:
@@ -157,9 +196,7 @@ def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
         return {"after": 0}
     if mask_function is bidirectional_mask_function or _same_code(mask_function, _every_key):
         return {}
-    kind, names = mask_function.__qualname__.split(".")[0], mask_function.__code__.co_freevars
-    cells = (cell.cell_contents for cell in mask_function.__closure__ or ())
-    values = dict(zip(names, cells, strict=True))
+    kind, values = mask_function.__qualname__.split(".")[0], inspect.getclosurevars(mask_function).nonlocals
     if kind == "and_masks":
         return _both([_limits(part) for part in values["mask_functions"]])
     if kind == "or_masks":
