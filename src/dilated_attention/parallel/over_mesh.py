@@ -183,8 +183,8 @@ class _Compute:
         self.layouts = {layout.seq_len: layout for layout in plan.sharding.layouts}
         self.hidden, self.seed = None, None
         if call.key_padding_mask is not None:  # one byte per token travels
-            mask, what = call.key_padding_mask.T.to(torch.uint8), "while gathering key_padding_mask"
-            self.hidden = link.whole(mask, plan.sharding.bounds, what).T.bool()
+            mask, what = call.key_padding_mask.T, "while gathering key_padding_mask"
+            self.hidden = link.whole(mask, plan.sharding.bounds, what).T
         if call.seed is not None:  # ranks may have drawn different seeds
             self.seed = call.seed.clone()
             with link.guard("while agreeing on the seed of dropout"):
