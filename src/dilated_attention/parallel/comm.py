@@ -342,6 +342,12 @@ class Link:
         found = found.view(rows.dtype).unflatten(1, rows.shape[1:])
         return torch.cat([shard[:size] for shard, size in zip(found.split(framing.rows), sizes, strict=True)])
 
+    def agreed_seed(self, seed: Tensor) -> Tensor:
+        """Write the greatest of all ranks' seeds of dropout into `seed`, and return it."""
+        with self.guard("while agreeing on the seed of dropout"):
+            dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.group)
+        return seed
+
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
         """Start a point-to-point exchange: send to at most one rank, and receive from at most one rank.
 
