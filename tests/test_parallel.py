@@ -422,6 +422,9 @@ def compose():
     start, stop = sequence_range(25, mesh)
     weight = sum(range(1, size + 1))
     answers["a sequence of one dimension"] = torch.equal(unshard_sequence(shard[0], mesh, 0, 25), x[0])
+    for dtype in (torch.bool, torch.int16):
+        numbers = (x % 3).to(dtype)
+        answers[f"{dtype}"] = torch.equal(unshard_sequence(shard_sequence(numbers, mesh), mesh, seq_len=25), numbers)
     for shape in ((2, 25, 0), (0, 25, 3), (2, 1, 3)):  # no columns, no samples, ranks without a token
         empty = torch.randn(shape, requires_grad=True)
         part = shard_sequence(empty, mesh)

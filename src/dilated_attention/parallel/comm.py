@@ -337,8 +337,16 @@ class Link:
         framing = Framing((self.rank,), (max(sizes),), seal_rows(rows.shape[1:].numel() * rows.element_size()))
         message = rows.new_zeros(framing.rows, *rows.shape[1:])
         message[: len(rows)] = rows
-        found = self.all_gather(message, framing, what).wait()
+        # As bytes: gloo has no int16, and writes the bytes of a bool as 0 or 1, the seal's too.
+        found = self.all_gather(message.flatten(1).view(torch.uint8), framing, what).wait()
+        found = found.view(rows.dtype).unflatten(1, rows.shape[1:])
         return torch.cat([shard[:size] for shard, size in zip(found.split(framing.rows), sizes, strict=True)])
+
+    def agreed_seed(self, seed: Tensor) -> Tensor:
+        """Write the greatest of all ranks' seeds of dropout into `seed`, and return it."""
+        with self.guard("while agreeing on the seed of dropout"):
+            dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.group)
+        return seed
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
         """Start a point-to-point exchange: send to at most one rank, and receive from at most one rank.

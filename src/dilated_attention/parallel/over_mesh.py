@@ -183,12 +183,10 @@ class _Compute:
         self.layouts = {layout.seq_len: layout for layout in plan.sharding.layouts}
         self.hidden, self.seed = None, None
         if call.key_padding_mask is not None:  # one byte per token travels
-            mask, what = call.key_padding_mask.T.to(torch.uint8), "while gathering key_padding_mask"
-            self.hidden = link.whole(mask, plan.sharding.bounds, what).T.bool()
+            what = "while gathering key_padding_mask"
+            self.hidden = link.whole(call.key_padding_mask.T, plan.sharding.bounds, what).T
         if call.seed is not None:  # ranks may have drawn different seeds
-            self.seed = call.seed.clone()
-            with link.guard("while agreeing on the seed of dropout"):
-                dist.all_reduce(self.seed, op=dist.ReduceOp.MAX, group=link.group)
+            self.seed = link.agreed_seed(call.seed.clone())
 
     def problem(
         self, plan: Plan, q: Tensor, queries: Tensor, keys: Tensor, layouts: dict[int, BlockLayout], head: int = 0

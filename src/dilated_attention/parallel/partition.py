@@ -24,6 +24,7 @@ closed form, for unions of arithmetic progressions by inclusion and exclusion.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -406,15 +407,15 @@ def contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
             yield clip(seen, lower, upper), crossing.heads
 
 
-def _intersection(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the numbers common to two residue classes (residue, modulus) as one such class; None if there are none."""
-    (x, m), (y, n) = a, b
-    common = gcd(m, n)
-    if (x - y) % common:
-        return None
-    step = m // common
-    residue = x + m * ((y - x) // common * pow(step, -1, n // common) % (n // common))
-    return residue % (m // common * n), m // common * n
+def _intersection(a: range, b: range) -> range:
+    """Return the numbers common to two ranges."""
+    common = gcd(a.step, b.step)
+    if (b.start - a.start) % common:
+        return a[:0]
+    step, ahead = a.step // common, b.step // common
+    first = a.start + a.step * ((b.start - a.start) // common * pow(step, -1, ahead) % ahead)
+    whole = step * b.step
+    return clip(range(first % whole, min(a.stop, b.stop), whole), max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _joined(parts: Iterable[range]) -> Iterator[range]:
@@ -439,23 +440,17 @@ def _joined(parts: Iterable[range]) -> Iterator[range]:
 
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
     """Count how many numbers of a union of arithmetic progressions lie in [edges[i], edges[i + 1]), for each i."""
-    parts = list(_joined(parts))
+    terms: Counter[range] = Counter()  # how often each range counts, by inclusion and exclusion
+    for part in _joined(parts):
+        overlaps = [(_intersection(held, part), times) for held, times in terms.items() if times]
+        terms[part] += 1
+        for both, times in overlaps:
+            terms[both] -= times
     total = np.zeros(len(edges) - 1, dtype=np.int64)
-    for low, high in pairwise(sorted({x for part in parts for x in (part.start, part.stop)})):
-        classes = {(part.start % part.step, part.step) for part in parts if part.start <= low and high <= part.stop}
-        terms: list[tuple[int, tuple[int, int]]] = []
-        for residue, rate in sorted(classes, key=lambda c: c[1]):
-            if any(rate % n == 0 and residue % n == y for y, n in classes - {(residue, rate)}):
-                continue  # inside a denser class
-            overlaps = [(-sign, both) for sign, held in terms if (both := _intersection(held, (residue, rate)))]
-            terms += [(1, (residue, rate)), *overlaps]
-        left, right = edges[:-1].clip(low, high), edges[1:].clip(low, high)
-        for sign, (residue, rate) in terms:
-            first = low + (residue - low) % rate
-            if first < high:
-                step = min(rate, high - low)  # a longer step also leaves one number, but may exceed int64
-                total += sign * np.maximum((right - first + step - 1) // step, 0)
-                total -= sign * np.maximum((left - first + step - 1) // step, 0)
+    for found, times in terms.items():
+        if times and found:
+            step = min(found.step, found[-1] - found[0] + 1)  # a longer one may exceed int64
+            total += times * np.diff(np.clip(-((found.start - edges) // step), 0, len(found)))
     return total
 
 

@@ -78,11 +78,7 @@ def _compare(name: str, group: ProcessGroup, problem: str | None, x: Tensor, **v
 def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
     """Return one random int64, of shape (), on every rank of the mesh: the largest of the numbers that each rank
     draws from its own generator."""
-    link = link_of(context_group(mesh))
-    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=device)
-    with link.guard("while agreeing on the seed of dropout"):
-        dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=link.group)
-    return seed
+    return link_of(context_group(mesh)).agreed_seed(torch.randint(-(1 << 63), (1 << 63) - 1, (), device=device))
 
 
 class _Gathered(torch.autograd.Function):

@@ -217,7 +217,7 @@ class TransportChoice:
     transport: str
     reason: str
     refusals: dict[str, str]
-    nbytes: int = 2048
+    nbytes: int
 
 
 def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:

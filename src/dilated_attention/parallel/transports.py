@@ -102,6 +102,13 @@ class _Schedule(Generic[Steps]):
         raise NotImplementedError
 
 
+def _messages(sharding: Sharding, rank: int) -> tuple[tuple[Integers, list[int]], tuple[Integers, list[int]]]:
+    """Return the row keys that a rank receives, then those that it sends: each by peer, with their number by peer."""
+    source = block_partition if sharding.layouts else partition
+    keys = partition.keys_of(sharding, source.received(sharding, rank))
+    return (keys, partition.owner_splits(sharding, keys)), partition.messages(sharding, source.sent(sharding, rank))
+
+
 class Exchange(_Schedule[_Round | None]):
     """Run one all_to_all: every row that a rank needs comes once, from its owner."""
 
@@ -109,10 +116,8 @@ class Exchange(_Schedule[_Round | None]):
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Round | None:
         if not partition.crosses(sharding):  # on no rank: nobody calls the collective
             return None
-        source = block_partition if sharding.layouts else partition
-        keys = partition.keys_of(sharding, source.received(sharding, rank))
-        sent_keys, splits = partition.messages(sharding, source.sent(sharding, rank))
-        sent, received = Framing.of(splits, seal), Framing.of(partition.owner_splits(sharding, keys), seal)
+        (keys, come), (sent_keys, go) = _messages(sharding, rank)
+        sent, received = Framing.of(go, seal), Framing.of(come, seal)
         own = Own.of(sharding, rank, sent_keys, sent.positions, sent.rows, device)
         return _Round(own, gathers_of(sharding, rank, keys, received.positions, device), sent, received, sent)
 
@@ -176,12 +181,8 @@ class Ring(_Schedule[dict[int, _Round]]):
 
         A round without rows is left out.
         """
-        size, source = sharding.world_size, block_partition if sharding.layouts else partition
-        keys = partition.keys_of(sharding, source.received(sharding, rank))
-        sent_keys, splits = partition.messages(sharding, source.sent(sharding, rank))
-        arriving = np.split(keys, np.cumsum(partition.owner_splits(sharding, keys))[:-1])
-        leaving = np.split(sent_keys, np.cumsum(splits)[:-1])
-        rounds = {}
+        arriving, leaving = (np.split(keys, np.cumsum(rows)[:-1]) for keys, rows in _messages(sharding, rank))
+        size, rounds = sharding.world_size, {}
         for distance in range(1, size):
             behind, ahead = (rank - distance) % size, (rank + distance) % size
             come, go = arriving[behind], leaving[ahead]

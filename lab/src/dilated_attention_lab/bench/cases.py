@@ -45,19 +45,27 @@ def contender(call: Callable[[], object]) -> Contender:
 
 
 def trained(
-    call: Callable[..., Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor] = (), *, backward: bool = True
+    call: Callable[..., Tensor],
+    *inputs: Sequence[Tensor],
+    parameters: Iterable[Tensor] = (),
+    backward: bool = True,
+    repeat: int = 1,
 ) -> Contender:
-    """Return a contender that runs `call(*inputs)`, whose output has the shape of the first input: the phase `forward`
-    and, with `backward`, the phase `forward+backward`, which adds the gradients of inputs and parameters."""
-    leaves = [*(x.requires_grad_(backward) for x in inputs), *parameters]
-    gradient = torch.randn_like(inputs[0]) if backward else None
+    """Return a contender that runs `call` on each of `inputs`, whose output has the shape of the first tensor: the
+    phase `forward`, which does so `repeat` times, and, with `backward`, the phase `forward+backward`, which adds the
+    gradients of inputs and parameters of the last time."""
+    parameters = list(parameters)
+    leaves = [[*(x.requires_grad_(backward) for x in some), *parameters] for some in inputs]
+    gradients = [torch.randn_like(some[0]) if backward else None for some in inputs]
 
     def work() -> Iterator[str]:
         with torch.set_grad_enabled(backward):
-            out = call(*inputs)
+            for _ in range(repeat):
+                outs = [call(*some) for some in inputs]
             yield "forward"
             if backward:
-                torch.autograd.grad(out, leaves, gradient)
+                for out, some, gradient in zip(outs, leaves, gradients, strict=True):
+                    torch.autograd.grad(out, some, gradient)
                 yield "forward+backward"
 
     return work
@@ -296,22 +304,7 @@ class Case:
     def contender(self, device: torch.device, *, backward: bool = False, repeat: int = 1) -> Contender:
         """Return the work: the phase `forward`, which runs `repeat` forwards, and with `backward` the phase
         `forward+backward`, which adds the backward of the last of them."""
-        inputs = self.inputs(device)
-        if backward:
-            inputs = [tuple(x.requires_grad_() for x in triple) for triple in inputs]  # type: ignore[misc]
-            gradients = [torch.randn_like(q) for q, _, _ in inputs]
-        call = self.prepare(device)
+        work = trained(self.prepare(device), *self.inputs(device), backward=backward, repeat=repeat)
         if self.method == "flex":
-            call(*inputs[0])  # compiles
-
-        def work() -> Iterator[str]:
-            with torch.set_grad_enabled(backward):
-                for _ in range(repeat):
-                    outs = [call(*triple) for triple in inputs]
-                yield "forward"
-                if backward:
-                    for triple, out, gradient in zip(inputs, outs, gradients, strict=True):
-                        torch.autograd.grad(out, triple, gradient)
-                    yield "forward+backward"
-
+            list(work())  # compiles
         return work

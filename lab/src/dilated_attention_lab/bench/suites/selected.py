@@ -52,8 +52,8 @@ def _modules(seq_len: int, device: torch.device, budget: float) -> Iterator[Row]
     modules: dict[str, nn.Module] = {
         name: MODULES[name](WIDTH, HEADS, KV_HEADS, device=device, **settings) for name, settings in SETTINGS.items()
     }
-    work = {name: trained(module, [x], module.parameters()) for name, module in modules.items()}
-    work["dense"] = trained(partial(dense, is_causal=True), [x], dense.parameters())
+    work = {name: trained(module, [x], parameters=module.parameters()) for name, module in modules.items()}
+    work["dense"] = trained(partial(dense, is_causal=True), [x], parameters=dense.parameters())
     rounds = measure.interleave(work, seconds=budget, device=device, least=2)
     for name, settings in SETTINGS.items():
         parameters = {"seq_len": seq_len, "width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, **settings}
