@@ -10,10 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from dilated_attention import BackendError, Dilated, attention, explain, plan_cache
+from dilated_attention import BackendError, Dilated, Window, attention, explain, plan_cache
 from dilated_attention.backends import cpu, native, table, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.table import BACKENDS, Backend
+from dilated_attention.call import Call
 
 # The file: here native with scores in double precision.
 
@@ -119,6 +120,19 @@ def test_a_choice_writes_out_no_number_of_a_graph(monkeypatch):
     for name, device in (("cpu", "cpu"), ("triton", "cuda")):
         facts = Facts(torch.device(device), torch.float32, seq_len=Symbol(16), work=Symbol(16), keys=Symbol(16))
         assert "native is faster" in BACKENDS[name].on_request(facts)
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+def test_a_graph_has_no_bound_on_the_length(name, monkeypatch):
+    """torch.export refuses any other bound than the caller's. No kernel runs here."""
+    monkeypatch.setattr(cpu, "missing", lambda: None)
+    monkeypatch.setattr(triton, "_refusal_of", lambda device: None)
+    monkeypatch.setattr({"cpu": cpu, "triton": triton}[name], "MAX_TOKENS", 16)
+    q = torch.ones(1, 64, 2, 8)
+    with pytest.raises(BackendError, match="16 tokens; got 64"):
+        Call.of(q, q, q, Window(3), backend=name)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert Call.of(q, q, q, Window(3), backend=name).backend.name == name
 
 
 @pytest.mark.parametrize("name", BACKENDS)

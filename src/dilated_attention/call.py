@@ -542,7 +542,7 @@ def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: 
         ("key_padding_mask", options["key_padding_mask"] is not None),
         ("dropout_p", options["dropout_p"] > 0),
         ("a block layout", isinstance(pattern, (BlockLayout, Product))),
-        ("a window", bool(branches.bands)),
+        ("a window", branches.bands),
         ("softcap", options["softcap"] is not None),
     )
     needs = tuple([name for name, is_asked in asked if is_asked])
@@ -552,7 +552,8 @@ def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: 
     shown = min(keys, q.shape[1]) if branches.bands else sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
     # A graph of torch.export serves any length: it gets the backend for long ones.
     keys, work = [sys.maxsize if is_symbol(number) else number for number in (keys, q.numel() * shown)]
-    return Facts(q.device, q.dtype, max(q.shape[3], v.shape[3]), q.shape[1], needs, work, over_ranks, keys)
+    seq_len = 1 if torch.compiler.is_compiling() else q.shape[1]
+    return Facts(q.device, q.dtype, max(q.shape[3], v.shape[3]), seq_len, needs, work, over_ranks, keys)
 
 
 def _keys(branches: Branches) -> int:

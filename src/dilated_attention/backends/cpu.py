@@ -64,7 +64,7 @@ def refusal(facts: Facts) -> str | None:
         return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
     if facts.head_dim > MAX_HEAD_DIM:
         return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
-    if not torch.compiler.is_compiling() and facts.seq_len > MAX_TOKENS:  # no guard on a length in a graph
+    if facts.seq_len > MAX_TOKENS:
         return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
     return None
 
