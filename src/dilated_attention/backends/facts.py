@@ -11,7 +11,7 @@ class Facts(NamedTuple):
     """Hold the facts of a call that decide which backends can serve it.
 
     Attributes:
-        seq_len: the number of tokens on this device; 1 in a graph: no guard.
+        seq_len: the number of tokens on this device; 1 while a graph is traced, which must not bound its length.
         needs: what the call needs beyond q, k, v and causality: "key_padding_mask", "dropout_p", "a block layout", "a
             window", "softcap".
         work: an estimate of the call's score entries times head_dim.

@@ -72,7 +72,7 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
     few = rows <= most_few
     size = 1
     if owned:
-        order, jobs = _owners(lines)
+        order, jobs = _owners(lines, weights)
     else:
         # Tiles that stream the same rows become neighbours, because a thread keeps the rows that it has gathered
         # (Kept in kernels/cpu/tiles.h). So do the heads of a segment, and of NEARBY tokens under a narrow window, whose
@@ -84,18 +84,15 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
         if few:
             size = max(1, min(together, len(lines) // 64))
         jobs = np.append(np.arange(0, len(lines), size), len(lines))
-    weights = np.add.reduceat(weights[order], jobs[:-1]) if len(lines) else weights
-    if owned:
-        heaviest = np.argsort(-weights, kind="stable")
-        order = order[np.argsort(np.repeat(np.argsort(heaviest), np.diff(jobs)), kind="stable")]
-        weights, jobs = weights[heaviest], np.append(0, np.cumsum(np.diff(jobs)[heaviest]))
+    weights = np.add.reduceat(weights[order], jobs[:-1])
     ordered = replace(table, lines=torch.from_numpy(lines[order]))
     return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * size)
 
 
-def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices that order the lines of a `tiles.Table`, and edges that cut them into jobs that share no row. A
-    tile is taken to see all tokens from the first to the last of its spans: too few jobs only cost time."""
+def _owners(lines: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return indices that order the lines of a `tiles.Table`, and edges that cut them into jobs that share no row, the
+    heaviest first. A tile is taken to see all tokens from the first to the last of its spans: too few jobs only cost
+    time."""
     spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
     start, stride, count = spans[..., 0], spans[..., 1], spans[..., 2]
     low = np.where(count > 0, start, np.iinfo(np.int64).max).min(1)
@@ -106,4 +103,8 @@ def _owners(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     reach = np.maximum.accumulate(head * far + high)
     begins = np.ones(len(order), bool)
     begins[1:] = head[1:] * far + np.minimum(low[1:], far - 1) >= reach[:-1]
-    return order, np.append(np.flatnonzero(begins), len(order))
+    first = np.flatnonzero(begins)
+    sizes = np.diff(np.append(first, len(order)))
+    heaviest = np.argsort(-np.add.reduceat(weights[order], first), kind="stable")
+    order = order[np.argsort(np.repeat(np.argsort(heaviest), sizes), kind="stable")]
+    return order, np.append(0, np.cumsum(sizes[heaviest]))

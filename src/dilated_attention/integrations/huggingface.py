@@ -503,7 +503,8 @@ def visibility(
     shown: Shown | Refused | None = None
     if torch.compiler.is_compiling():
         shown = read_arguments(mask_function, local_size, config, attention_mask, kwargs)
-    if shown is None and not (torch.compiler.is_compiling() and options is not None and local_size is None):
+    # In a graph of a dilated model, what the arguments do not tell is refused below.
+    if shown is None and (options is None or local_size is not None or not torch.compiler.is_compiling()):
         try:
             shown = read_mask(mask_function)
         except UnsupportedError as error:  # for the layer that is given it

@@ -103,7 +103,8 @@ class _Schedule(Generic[Steps]):
 
 
 def _messages(sharding: Sharding, rank: int) -> tuple[tuple[Integers, list[int]], tuple[Integers, list[int]]]:
-    """Return the row keys that a rank receives, then those that it sends: each by peer, with their number by peer."""
+    """Return the row keys that a rank receives, by peer, and how many there are of each peer; then the same of what it
+    sends."""
     source = block_partition if sharding.layouts else partition
     keys = partition.keys_of(sharding, source.received(sharding, rank))
     return (keys, partition.owner_splits(sharding, keys)), partition.messages(sharding, source.sent(sharding, rank))

@@ -109,9 +109,9 @@ class LearnedRouter(nn.Module):
 
     def relaxed_attention(self, q: Queries, k: Keys, v: Keys, *, scale: float | None = None) -> Queries:
         """Return softmax(scale q·k + log gate) v, where a key has its block's gate. Invisible keys take no part."""
-        grid = self._grid(q, k)
-        token = torch.arange(grid.seq_len, device=q.device)
-        bias = self.log_gates(q, k)[..., (token // grid.q_block)[:, None], token // grid.k_block]
+        q_block, k_block = block_pair(self.block_size)
+        token = torch.arange(q.shape[1], device=q.device)
+        bias = self.log_gates(q, k)[..., (token // q_block)[:, None], token // k_block]
         if self.is_causal:
             bias = bias.masked_fill(token > token[:, None], -math.inf)
         scale = q.shape[3] ** -0.5 if scale is None else scale
