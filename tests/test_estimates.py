@@ -25,7 +25,7 @@ SHAPES = [  # seq_len, block_size, heads, kv_heads, head_dim
     (1000, 64, 2, 2, 80),
 ]
 TYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
-ROUNDED = 2e-2  # products of bfloat16
+ROUNDED = 2e-2  # products of bytes
 
 
 @pytest.fixture(params=SETS)
@@ -195,18 +195,38 @@ def test_the_library_chooses_what_tensors_choose(is_causal, monkeypatch):
         assert (found[name] & expected).nnz >= 0.995 * expected.nnz, name
 
 
-def test_a_key_that_is_not_finite_reaches_only_rows_that_see_it(instruction_set):
+@pytest.mark.parametrize("joined", [1, 4])
+def test_a_key_that_is_not_finite_reaches_only_rows_that_see_it(joined, instruction_set):
     q, k = (make(200, 2, 16, torch.float32, True) for _ in range(2))
     grid = candidates(q, k, block_size=16, is_causal=True)
+    sample = estimates.pooled if joined == 1 else lambda q, k, grid: antidiagonal._pieces(q, k, grid, joined)
     for value in (math.nan, math.inf):
         changed = k.clone()
-        changed[:, 100:] = value
+        changed[:, 100:, :, 5] = value
         a, b = (
-            torch.cat([x for _, x in estimates.estimated_shares(estimates.pooled(q, y, grid), grid)], 2)
-            for y in (k, changed)
+            torch.cat([x for _, x in estimates.estimated_shares(sample(q, y, grid), grid)], 2) for y in (k, changed)
         )
         assert torch.equal(a[:, :, :7], b[:, :, :7])
         assert b[:, :, 8:, 0].isnan().all()
+
+
+def shares_of_pieces(q, k, stride, scale):
+    grid = candidates(q, k, block_size=max(64, stride))
+    pieces = antidiagonal._pieces(q, k, grid, stride)._replace(scale=scale)
+    return torch.cat([x for _, x in estimates.estimated_shares(pieces, grid)], 2)
+
+
+def test_pieces_of_very_different_sizes(instruction_set):
+    size = 10.0 ** torch.randint(-30, 3, (20, 1)).expand(20, 16).flatten()[:313, None, None]
+    size[32:48] = 0
+    q, k = (torch.randn(1, 313, 2, 32) for _ in range(2))
+    run = partial(shares_of_pieces, stride=16, scale=0.05)
+    close(*both(run, q / size.clamp(min=1e-3), k * size), ROUNDED if instruction_set > 2 else 1e-5)
+
+
+def test_rows_of_more_numbers_than_an_integer_can_sum(instruction_set):
+    q, k = (0.9 + torch.rand(1, 10_000, 1, 96) / 5 for _ in range(2))
+    close(*both(partial(shares_of_pieces, stride=2048, scale=1e-5), q, k), 1e-5)
 
 
 def test_a_gradient_of_what_is_estimated():

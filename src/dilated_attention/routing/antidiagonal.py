@@ -33,7 +33,7 @@ def antidiagonal_blocks(
 
     share(i, J) is the softmax of s(x, ·) over all pieces, summed over the pieces of key block J, and averaged over the
     pieces x of query block i. Every query and key is read, but only 1 / stride² of the scores is formed. Tokens past
-    the end are zeros.
+    the end are zeros. CPUs with AVX512-VNNI multiply pieces that are rounded to 1/127 of their largest number.
 
     Args:
         stride: the number of tokens per piece; it must divide both block sizes. Computing all scores instead would

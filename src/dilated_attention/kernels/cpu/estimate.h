@@ -43,5 +43,5 @@ struct Estimate {
 // Return 0, or 1 if memory ran out, or 2 if the set does not serve this element type.
 int estimate_avx2(Estimator estimator, int64_t type, const Estimate &call);
 int estimate_avx512(Estimator estimator, int64_t type, const Estimate &call);
-int estimate_avx512_bf16(Estimator estimator, int64_t type, const Estimate &call);
+int estimate_avx512_vnni(Estimator estimator, int64_t type, const Estimate &call);
 int estimate_neon(Estimator estimator, int64_t type, const Estimate &call);

@@ -2,6 +2,8 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <memory>
 
 #include "estimate.h"
 #include "threads.h"
@@ -170,16 +172,63 @@ struct Peaks {
   }
 };
 
+// One row of queries or of keys: `joined` tokens, as they come or turned; those past the end are zeros. The row that
+// comes `ahead` rows later is fetched.
+template <bool TURNED, class Element>
+inline void join(const Estimate &call, Rows<const Element> x, int64_t number, int64_t tokens, int64_t ahead,
+                 float *row) {
+  for (int64_t i = 0; i < call.joined; i++) {
+    const int64_t token = number * call.joined + (TURNED ? call.joined - 1 - i : i);
+    const int64_t left = token < tokens ? call.D : 0, later = token + ahead * call.joined;
+    const Element *from = x[left ? token : 0];
+    prefetch(later < tokens ? x[later] : from, call.D);
+    for (int64_t d = 0; d < call.D; d += WIDTH)
+      store(unaligned(row + i * call.D + d), infinite_or_nan_to_nan(load(from + d, left - d)), call.D - d);
+  }
+}
+
+// Rows of joined tokens of all heads, rounded once for all tiles, and their units.
+struct Rounded {
+  const int64_t rows, stride;
+  Word *const words;   // [B * heads][rows][stride]
+  float *const units;  // [B * heads][rows]
+  Word *row(int64_t head, int64_t number) const { return words + (head * rows + number) * stride; }
+  float *unit(int64_t head, int64_t number) const { return units + head * rows + number; }
+};
+
+template <class Element, class Arithmetic, bool QUERIES>
+struct Rounding {
+  const Estimate &call;
+  const Rounded &to;
+
+  int64_t count() const { return call.B * to.rows; }
+  int64_t floats() const { return to.stride * Arithmetic::PER_WORD; }
+  void begin(float *row) const { std::fill(row, row + floats(), 0.f); }
+
+  void operator()(int64_t work, float *row) const {
+    const int64_t b = work / to.rows, number = work % to.rows, heads = QUERIES ? call.H * call.G : call.H;
+    for (int64_t h = 0; h < heads; h++) {
+      const auto x = QUERIES ? rows_at<Element>(call.q, b * call.qsb + h * call.qsh, call.qsn)
+                             : rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
+      join<QUERIES>(call, x, number, QUERIES ? call.N : call.M, 1, row);
+      *to.unit(b * heads + h, number) =
+          Arithmetic::template store_words<QUERIES>(row, to.stride, to.row(b * heads + h, number));
+    }
+  }
+};
+
 // The shares of some rows of one query head. Queries lie in lanes, row after row, part after part; each column keeps its
 // own maximum and sum, and what the columns have in common is taken off at the end.
 template <class Element, class Arithmetic>
 class Shares {
  public:
-  explicit Shares(const Estimate &call)
+  explicit Shares(const Estimate &call, const Rounded *rounded_queries = nullptr, const Rounded *rounded_keys = nullptr)
       : call(call),
+        rounded_queries(rounded_queries),
+        rounded_keys(rounded_keys),
         words(int((call.D * call.joined + Arithmetic::PER_WORD - 1) / Arithmetic::PER_WORD)),
         stride(int(round_up(words, WIDTH))),
-        rows(call.listed ? call.tile : most(1, least(call.rows, round_up(least(4 * LANES, 65536 / words), LANES) / call.parts))),
+        rows(call.listed ? call.tile : most(1, least(call.rows, round_up(most_queries(), LANES) / call.parts))),
         groups((rows * call.parts + LANES - 1) / LANES),
         wide(round_up((rows * call.parts + groups - 1) / groups, WIDTH)),
         chunk(int(most(Arithmetic::ROWS, least(CHUNK, 16384 / stride / Arithmetic::ROWS * Arithmetic::ROWS)))),
@@ -188,8 +237,7 @@ class Shares {
   int64_t tiles() const { return (call.rows + rows - 1) / rows; }
   int64_t count() const { return call.B * call.H * call.G * tiles(); }
   int64_t floats() const {
-    return groups * LANES * (stride + 2 * call.columns + 2) + (chunk + WIDTH + Arithmetic::PER_WORD) * stride +
-           CHUNK * LANES + 8 * WIDTH;
+    return groups * LANES * (stride + 2 * call.columns + 4) + (chunk + WIDTH) * stride + CHUNK * LANES + 8 * WIDTH;
   }
   void begin(float *) const {}
 
@@ -198,10 +246,10 @@ class Shares {
     const int64_t b = work / heads % call.B, n = work % heads, first = tile * rows;
     const int64_t here = least(rows, call.rows - first), number = here * call.parts;
     Parts parts(memory);
-    Word *own = parts.take(groups * LANES * stride), *keys = parts.take((chunk + WIDTH) * stride);
-    float *row = parts.take(stride * Arithmetic::PER_WORD);
-    for (int64_t x = 0; x < stride * Arithmetic::PER_WORD; x += WIDTH) store(row + x, zeros());
-    float *s = parts.take(CHUNK * LANES), *state = parts.take(groups * 2 * call.columns * LANES);
+    Word *own = parts.take(groups * LANES * stride), *room = parts.take((chunk + WIDTH) * stride);
+    std::fill(room, room + (chunk + WIDTH) * stride, 0.f);  // ends of rows stay zeros
+    float *units = parts.take(groups * 2 * LANES), *s = parts.take(CHUNK * LANES);
+    float *state = parts.take(groups * 2 * call.columns * LANES);
     float *weight = parts.take(groups * wide);
     int32_t *seen = parts.take<int32_t>(groups * wide);
     const List list{call.listed ? call.listed + ((b * heads + n) * tiles() + tile) * call.columns : nullptr, call};
@@ -210,22 +258,20 @@ class Shares {
       seen[i] = i < number ? list.seen(call.seen[at]) : 0;
       weight[i] = i < number ? call.weight[at] : 0;
     }
-    const auto Q = rows_at<Element>(call.q, b * call.qsb + n * call.qsh, call.qsn);
-    const int64_t head = b * call.ksb + n / call.G * call.ksh;
-    const auto K = rows_at<Element>(call.k, head, call.ksn), K_first = rows_at<Element>(call.k, head - call.first, call.ksn);
-    hold(Q, first * call.parts, number, row, keys, own);
+    hold(b, n, first * call.parts, number, room, own, units);
     const int32_t end = *std::max_element(seen, seen + groups * wide);
     for (int32_t j = 0; j < end; j += chunk) {
       const int here = int(least(chunk, end - j));
-      for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
-        gather<false>(j + r ? K : K_first, r < here ? list.key(j + r) : INT64_MAX / 2 / call.joined, call.M, row,
-                      keys + r * stride);
+      const Word *keys = keys_at(b, n / call.G, list, j, here, room);
       for (int64_t g = 0; g < groups; g++) {
         const int32_t *its = seen + g * wide;
-        if (*std::max_element(its, its + wide) <= j) continue;
+        const int seen_here = int(least(here, *std::max_element(its, its + wide) - j));
+        if (seen_here <= 0) continue;
         const int width = int(least(wide, round_up(number - g * wide, WIDTH)));
-        score(keys, own + g * LANES * stride, int(round_up(here, Arithmetic::ROWS)), s, width);
-        add(list, j, here, s, width, its, state + g * 2 * call.columns * LANES);
+        score(keys, own + g * LANES * stride, int(round_up(seen_here, Arithmetic::ROWS)), s, width);
+        if constexpr (ROUNDED)
+          to_numbers(rounded_keys->unit(b * call.H + n / call.G, j), units + g * 2 * LANES, seen_here, s, width);
+        add(list, j, seen_here, s, width, its, state + g * 2 * call.columns * LANES);
       }
     }
     float *out = call.out + ((b * heads + n) * call.rows + first) * call.columns;
@@ -236,11 +282,20 @@ class Shares {
 
  private:
   static constexpr int PANEL = 128;
+  static constexpr int64_t NONE = INT64_MAX / 2;  // a token that no sequence has
+  static constexpr bool ROUNDED = Arithmetic::PER_WORD > 1;
   const Estimate &call;
+  const Rounded *const rounded_queries, *const rounded_keys;  // of joined tokens, in words of several numbers
   const int words, stride;
   const int64_t rows, groups, wide;  // groups of lanes, equally wide
   const int chunk;
   const float factor;
+
+  // Queries that are held at once: what a second cache holds, and few enough for every thread to have several tiles.
+  int64_t most_queries() const {
+    const int64_t all = call.B * call.H * call.G * call.rows * call.parts;
+    return least(least(16 * LANES, 98304 / words), all / (4 * call.threads));
+  }
 
   // The columns that a tile looks at, those of a list or all; their keys are numbered from the first one on.
   struct List {
@@ -253,39 +308,52 @@ class Shares {
     }
   };
 
-  // One row: `joined` tokens, as they come or turned, through `row`, whose end is 0. Meanwhile, the tokens of the next
-  // chunk of keys, or of the next lanes, are fetched.
-  template <bool TURNED>
-  void gather(Rows<const Element> x, int64_t number, int64_t tokens, float *row, Word *to) const {
-    float *floats = Arithmetic::PER_WORD == 1 ? to : row;
-    for (int64_t i = 0; i < call.joined; i++) {
-      const int64_t token = number * call.joined + (TURNED ? call.joined - 1 - i : i);
-      const int64_t left = token < tokens ? call.D : 0;
-      const Element *from = x[left ? token : 0];
-      const int64_t later = token + (TURNED ? WIDTH : chunk) * call.joined;
-      prefetch(later < tokens ? x[later] : from, call.D);
-      for (int64_t d = 0; d < call.D; d += WIDTH)
-        store(unaligned(floats + i * call.D + d), infinite_or_nan_to_nan(load(from + d, left - d)), call.D - d);
-    }
-    if constexpr (Arithmetic::PER_WORD > 1)
-      for (int w = 0; w < stride; w += WIDTH) Arithmetic::store_words(load(row + 2 * w), load(row + 2 * w + WIDTH), to + w);
+  // Keys j to j + here - 1, `stride` words each, and others up to a multiple of ROWS.
+  const Word *keys_at(int64_t b, int64_t h, const List &list, int32_t j, int here, Word *room) const {
+    if (ROUNDED) return rounded_keys->row(b * call.H + h, j);
+    const int64_t head = b * call.ksb + h * call.ksh;
+    const auto K = rows_at<Element>(call.k, head, call.ksn),
+               K_first = rows_at<Element>(call.k, head - call.first, call.ksn);
+    for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
+      join<false>(call, j + r ? K : K_first, r < here ? list.key(j + r) : NONE / call.joined, call.M, chunk,
+                  room + r * stride);
+    return room;
   }
 
-  // Queries in lanes: own[groups][stride][LANES], of which `wide` are used.
-  void hold(Rows<const Element> Q, int64_t first, int64_t number, float *row, Word *room, Word *own) const {
-    for (int w = words; w < stride; w++)
-      for (int r = 0; r < chunk + WIDTH; r++) room[r * stride + w] = 0;
+  // Queries in lanes: own[groups][stride][LANES], of which `wide` are used. If they are rounded, their units, and what
+  // is to be taken off their sums: units[groups][2][LANES].
+  void hold(int64_t b, int64_t n, int64_t first, int64_t number, Word *room, Word *own, float *units) const {
+    const auto Q = rows_at<Element>(call.q, b * call.qsb + n * call.qsh, call.qsn);
     for (int64_t i = 0; i < groups * wide; i += WIDTH) {
+      const int64_t g = i / wide, head = b * call.H * call.G + n;
+      Word *to = own + g * stride * LANES + i % wide;
+      const Word *query[WIDTH];
       for (int u = 0; u < WIDTH; u++)
-        gather<true>(Q, i + u < number ? first + i + u : INT64_MAX / 2 / call.joined, call.N, row, room + u * stride);
+        if constexpr (ROUNDED) {
+          const int64_t here = first + least(i + u, number - 1);
+          query[u] = rounded_queries->row(head, here);
+          units[g * 2 * LANES + i % wide + u] = *rounded_queries->unit(head, here);
+        } else {
+          query[u] = room + u * stride;
+          join<true>(call, Q, i + u < number ? first + i + u : NONE / call.joined, call.N, WIDTH, room + u * stride);
+        }
       for (int w = 0; w < stride; w += WIDTH) {
         Integers block[WIDTH];
-        for (int u = 0; u < WIDTH; u++) block[u] = integers(load(room + u * stride + w));
+        for (int u = 0; u < WIDTH; u++) block[u] = integers(load(query[u] + w));
         transpose(block);
-        Word *to = own + (i / wide * stride + w) * LANES + i % wide;
-        for (int u = 0; u < WIDTH; u++) store(to + u * LANES, block[u]);
+        for (int u = 0; u < WIDTH; u++) store(to + (w + u) * LANES, block[u]);
       }
+      if constexpr (ROUNDED) store(units + (g * 2 + 1) * LANES + i % wide, Arithmetic::offset(to, stride));
     }
+  }
+
+  // Sums of rounded rows, of which key r has the unit key_units[r], become the products of the rows.
+  static void to_numbers(const float *key_units, const float *units, int here, float *s, int width) {
+    for (int x = 0; x < width; x += WIDTH)
+      for (int i = 0; i < here; i++) {
+        float *at = s + i * LANES + x;
+        store(at, Arithmetic::number(load(at), load(units + LANES + x)) * load(units + x) * all(key_units[i]));
+      }
   }
 
   // s[count][LANES] = keys . own in `width` lanes, a panel of words at a time, whose part of `own` stays in the first
@@ -532,6 +600,27 @@ struct Forecasts {
 };
 
 template <class Element, class Joined>
+bool shares(const Estimate &call) {
+  const int64_t numbers = call.joined * call.D, queries = call.rows * call.parts;
+  if constexpr (Joined::PER_WORD > 1)
+    if (call.joined > 1 && numbers <= Joined::MOST) {
+      const int64_t stride = round_up((numbers + Joined::PER_WORD - 1) / Joined::PER_WORD, WIDTH);
+      const int64_t keys = round_up(*std::max_element(call.seen, call.seen + queries), Joined::ROWS);
+      const int64_t all_queries = call.B * call.H * call.G * queries, rows = all_queries + call.B * call.H * keys;
+      const size_t bytes = size_t(round_up(rows * (stride + 1), WIDTH)) * sizeof(Word);
+      const std::unique_ptr<Word, decltype(&std::free)> memory(static_cast<Word *>(std::aligned_alloc(64, bytes)),
+                                                               std::free);
+      float *const units = memory.get() + rows * stride;
+      const Rounded Q{queries, stride, memory.get(), units};
+      const Rounded K{keys, stride, memory.get() + all_queries * stride, units + all_queries};
+      return memory && compute(Rounding<Element, Joined, true>{call, Q}, call.threads) &&
+             compute(Rounding<Element, Joined, false>{call, K}, call.threads) &&
+             compute(Shares<Element, Joined>(call, &Q, &K), call.threads);
+    }
+  return compute(Shares<Element, InFloat32>(call), call.threads);
+}
+
+template <class Element, class Joined>
 bool estimated(Estimator estimator, const Estimate &call) {
   switch (estimator) {
     case Estimator::means:
@@ -541,8 +630,7 @@ bool estimated(Estimator estimator, const Estimate &call) {
     case Estimator::peaks:
       return compute(Peaks<Element>{call}, call.threads);
     case Estimator::shares:
-      return call.joined > 1 ? compute(Shares<Element, Joined>(call), call.threads)
-                             : compute(Shares<Element, InFloat32>(call), call.threads);
+      return shares<Element, Joined>(call);
     case Estimator::buckets:
       return compute(Buckets<Element>(call), call.threads);
     case Estimator::forecast:
