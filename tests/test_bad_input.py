@@ -218,6 +218,11 @@ def test_no_tensor_under_autocast(name):
         refused(arguments(**{name: [1.0]}), [name, "list", "torch.Tensor"])
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_no_tensor_at_all(name):
+    refused(arguments(**{name: None}), [name, "NoneType", "torch.Tensor"])
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("name", PACKED)
 def test_bad_packing(name, backend):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention import BlockLayout, Dilated, Window, attention, dilated_attention
-from dilated_attention.decoding import cached_attention, first_token_attention
+from dilated_attention import BlockLayout, Dilated, Window, attention, attention_weights, dilated_attention
+from dilated_attention.decoding import cached_attention, first_token_attention, listed_attention
 
 PATTERNS = {
     "one segment": (Dilated((64,), (1,)), 4),
@@ -167,6 +167,36 @@ def test_how_many_queries():
         cached_attention(q, k[:, :4], v[:, :4], pattern)
     with pytest.raises(ValueError, match=r"q must have one token, the first; got 8: give q\[:, :1\]"):
         first_token_attention(q, k, v, pattern)
+
+
+@pytest.mark.parametrize("mixed", ["q", "k", "v"])
+def test_several_dtypes_under_autocast(mixed):
+    """A cache may be in single precision, and what autocast projects in half: all are cast, as `attention` casts."""
+    given = {name: torch.randn(1, 16, 2, 8) for name in "qkv"}
+    half = {name: x.bfloat16() for name, x in given.items()}
+    given[mixed], pattern, chosen = half[mixed], Dilated((16,), (1,)), torch.arange(16)[None, None]
+
+    def outs(q, k, v):
+        yield cached_attention(q[:, -1:], k, v, pattern)
+        yield first_token_attention(q[:, :1], k, v, pattern)
+        yield listed_attention(q[:, -1:], k, v, chosen)
+        yield attention_weights(q, k, pattern).to_dense() if mixed != "v" else None
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for found, expected in zip(outs(**given), outs(**half), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_on_the_meta_device():
+    q, k, v = tensors(16, 4, 2)
+    for attend in (
+        lambda q, k, v, chosen: cached_attention(q[:, -2:], k, v, Window(3)),
+        lambda q, k, v, chosen: first_token_attention(q[:, :1], k, v, Dilated((8,), (2,))),
+        lambda q, k, v, chosen: listed_attention(q[:, -2:], k, v, chosen, 4),
+    ):
+        given = q, k, v, torch.tensor([[[0, 3]]])
+        expected, found = attend(*given), attend(*(x.to("meta") for x in given))
+        assert (found.device.type, found.shape, found.dtype) == ("meta", expected.shape, expected.dtype)
 
 
 @pytest.mark.parametrize("attend", [cached_attention, first_token_attention])

@@ -238,7 +238,6 @@ FOLLOWED_ELSEWHERE = {
 }  # fmt: skip
 
 NOT_FOLLOWED = {
-    "use float16, bfloat16 or float32": "needs a GPU",
     "use float16 or bfloat16": "needs a GPU",
     "use native or triton": "needs a GPU",
     "pip install triton": "installs a package",

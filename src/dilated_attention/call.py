@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -36,8 +37,8 @@ from dilated_attention.patterns import (
     function_of,
     layout_inside,
 )
-from dilated_attention.plan import Branches, Plan, plan_of, row_counts
-from dilated_attention.torch_internals import in_torch_func, is_mapped, is_symbol, observed
+from dilated_attention.plan import EVERY, Branches, Plan, plan_of, row_counts
+from dilated_attention.torch_internals import in_export, in_torch_func, is_mapped, is_symbol, observed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,8 +116,7 @@ class Call:
         seed: the seed of dropout, drawn when the call runs; None without dropout.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts: the positions of the first query and of the first key.
-        layout_function: the name of the function that gives the layouts when an exported call runs; "": they are in
-            `layouts`.
+        layout_function: the name of what gives the layouts when an exported call runs; "": they are in `layouts`.
         problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
             depends on more, such as a mask.
         repeats: what a backend prepared for tensors of a kind (strides, alignment); None unless the cache keeps the
@@ -314,8 +314,8 @@ class Call:
 
         `over_ranks`: the call has a mesh of several ranks; each layout then gets lists per query head, on q's device.
 
-        If the pattern has a function from lengths to layouts, and seq_len is a symbol because the call is exported, the
-        layouts are not known yet. Then `layout_function` is set to the function's name instead (`with_function`).
+        The layouts of a product are not known yet if the call is exported with lengths or cu_seqlens, or with a symbol
+        as seq_len and a function as layout. Then `layout_function` is set to its name instead (`with_function`).
         """
         heads, kv_heads = q.shape[2], k.shape[2]
         if isinstance(pattern, BlockLayout):
@@ -324,8 +324,9 @@ class Call:
             pattern.check(self.sample_count(q), length, heads, kv_heads)
             layouts: tuple[BlockLayout, ...] = (pattern,)
         else:
-            by_name = not over_ranks and self.backend.attend is None and is_symbol(seq_len)
-            if by_name and not isinstance(pattern.layout, BlockLayout):
+            unread = in_export() and (self.lengths is not None or self.cu_seqlens is not None)
+            unknown = unread or (is_symbol(seq_len) and not isinstance(pattern.layout, BlockLayout))
+            if unknown and not over_ranks and self.backend.attend is None:
                 return replace(self, layout_function=function_name(pattern.layout))
             layouts = self._inside(pattern.layout, heads, kv_heads, seq_len)
         if over_ranks:
@@ -370,7 +371,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
     or v may be more or less than it seems, under torch.compile, torch.func or a dispatch mode or on the meta device; q
     has enough heads for a warning.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_torch_func() or observed(q, k, v) or q.is_meta:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_torch_func() or observed(q, k, v):
+        return None
+    if q is None or k is None or v is None or q.is_meta:
         return None
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
@@ -399,13 +402,21 @@ def in_autocast(x: Tensor) -> bool:
     return known and torch.is_autocast_enabled(kind)
 
 
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context without autocast for the device of x, which may have none: the meta device."""
+    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
+
+
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast q, k and v as autocast does for `scaled_dot_product_attention`; double precision is left as it is."""
-    given = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)  # which is checked later
-    if not given or not in_autocast(q):
-        return q, k, v
-    q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))
+    if all(isinstance(x, Tensor) for x in (q, k, v)) and in_autocast(q):  # others are refused later
+        q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))
     return q, k, v
+
+
+def as_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast q, k and v as `as_autocast` does if they differ in dtype, as a cache and what autocast projects may."""
+    return as_autocast(q, k, v) if len({getattr(x, "dtype", None) for x in (q, k, v)}) > 1 else (q, k, v)
 
 
 def dtype_of_products(x: Tensor) -> torch.dtype:
@@ -546,25 +557,17 @@ def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: 
         ("softcap", options["softcap"] is not None),
     )
     needs = tuple([name for name, is_asked in asked if is_asked])
-    keys = _keys(branches)
+    pairs = list(zip(branches.segment_lengths, branches.dilation_rates, strict=True))
+    # A window with two bounds limits the keys. Causality does not, and leading tokens do not count.
+    keys = sum(
+        [
+            w // r if low is None or high is None else min(w // r, high - low + 1)
+            for (w, r), (low, high) in zip(pairs, branches.bands or (EVERY,) * len(pairs), strict=True)
+        ]
+    )
     # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
-    pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
     shown = min(keys, q.shape[1]) if branches.bands else sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
     # A graph of torch.export serves any length: it gets the backend for long ones.
     keys, work = [sys.maxsize if is_symbol(number) else number for number in (keys, q.numel() * shown)]
     seq_len = 1 if torch.compiler.is_compiling() else q.shape[1]
     return Facts(q.device, q.dtype, max(q.shape[3], v.shape[3]), seq_len, needs, work, over_ranks, keys)
-
-
-def _keys(branches: Branches) -> int:
-    """Return how many keys a query sees when every segment is full, as if its head took part in every branch.
-
-    A window with two bounds limits them. Causality does not, and leading tokens do not count.
-    """
-    bands = branches.bands or ((None, None),) * len(branches.offsets)
-    return sum(
-        [
-            w // r if low is None or high is None else min(w // r, high - low + 1)
-            for w, r, (low, high) in zip(branches.segment_lengths, branches.dilation_rates, bands, strict=True)
-        ]
-    )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern
+from dilated_attention.call import Pattern, as_one_dtype, without_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.merge import with_sinks
@@ -43,8 +43,8 @@ def cached_attention(
         >>> torch.allclose(newest, attention(q, k, v, Window(3), is_causal=True)[:, -1:], atol=1e-5)
         True
     """
-    _check(q, k, v, scale, sinks)
-    with torch.autocast(q.device.type, enabled=False):
+    q, k, v = _checked(q, k, v, scale, sinks)
+    with without_autocast(q):
         out = attention(q, k, v, pattern, is_causal=True, scale=scale, sinks=sinks, q_start=k.shape[1] - q.shape[1])
     assert isinstance(out, Tensor)
     return out
@@ -88,7 +88,7 @@ def first_token_attention(
         raise UnsupportedError(
             f"pattern must be a Dilated; got {type(pattern).__name__}: give attention the whole sequence"
         )
-    _check(q, k, v, scale, sinks)
+    q, k, v = _checked(q, k, v, scale, sinks)
     if q.shape[1] != 1:
         raise ValueError(f"q must have one token, the first; got {q.shape[1]}: give q[:, :1]")
     seq_len, kv_heads = k.shape[1:3]
@@ -103,7 +103,7 @@ def first_token_attention(
     query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
     bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone
     k, v = (x.masked_fill((count == 0).T[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
         weight = scores.softmax(-1).masked_fill((count == 0)[:, None], 0.0)
         out = torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None]
@@ -112,7 +112,11 @@ def first_token_attention(
     return out.to(q.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> None:
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, of one dtype, or raise ValueError unless the arguments fit."""
+    q, k, v = as_one_dtype(q, k, v)
     checks.dense(q, k, v)
     (batch, new, heads, head_dim), (kv_batch, seq_len, kv_heads, kv_dim) = q.shape, k.shape
     agree = batch == kv_batch and head_dim == kv_dim and k.shape[:3] == v.shape[:3] and new <= seq_len
@@ -124,6 +128,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor |
         )
     checks.number("scale", scale)
     checks.sinks(q, sinks)
+    return q, k, v
 
 
 def newest_attention(
@@ -137,7 +142,7 @@ def newest_attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         if hidden is not None:
             k, v = (x.masked_fill(hidden[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
         scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
@@ -197,7 +202,7 @@ def listed_attention(
         >>> torch.allclose(newest, attention(q, k, v, Window(3), is_causal=True)[:, -1:], atol=1e-5)
         True
     """
-    _check(q, k, v, scale, sinks)
+    q, k, v = _checked(q, k, v, scale, sinks)
     block_size = checks.positive("block_size", block_size)
     if not isinstance(chosen, Tensor) or chosen.dtype not in (torch.int64, torch.int32) or chosen.device != q.device:
         kind = f"{chosen.dtype} on {chosen.device}" if isinstance(chosen, Tensor) else type(chosen).__name__

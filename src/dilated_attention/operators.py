@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dilated_attention import execution
 from dilated_attention.backends.table import BACKENDS, Choice
-from dilated_attention.call import Call, Shards, in_autocast
+from dilated_attention.call import Call, Shards, without_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import over_mesh
@@ -172,12 +172,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
 
 @not_traced
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    if in_autocast(q):  # it has cast q, k and v; scores and sums are wider
-        with torch.autocast(q.device.type, enabled=False):
-            return _run(call, q, k, v)
-    call, factor = call.with_function(q, k), call.factor
-    q = q if factor == 1 else q * factor
-    return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
+    with without_autocast(q):  # it has cast q, k and v; scores and sums are wider
+        call, factor = call.with_function(q, k), call.factor
+        q = q if factor == 1 else q * factor
+        return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
 
 
 @torch.library.register_fake("dilated_attention::forward")
@@ -203,16 +201,14 @@ def _backward(
 def _run_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if in_autocast(q):
-        with torch.autocast(q.device.type, enabled=False):
-            return _run_backward(call, dout, dlse, q, k, v, results)
-    call, factor = call.with_function(q, k), call.factor
-    q = q if factor == 1 else q * factor
-    if call.shards is None:
-        dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, *results)
-    else:
-        dq, dk, dv = over_mesh.backward(call, dout, dlse, q, k, v, results)
-    return dq if factor == 1 else dq.mul_(factor), dk, dv
+    with without_autocast(q):
+        call, factor = call.with_function(q, k), call.factor
+        q = q if factor == 1 else q * factor
+        if call.shards is None:
+            dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, *results)
+        else:
+            dq, dk, dv = over_mesh.backward(call, dout, dlse, q, k, v, results)
+        return dq if factor == 1 else dq.mul_(factor), dk, dv
 
 
 @torch.library.register_fake("dilated_attention::backward")

@@ -466,6 +466,9 @@ class Sum(_Branched):
         return sum([part.flops(seq_len, num_heads, head_dim, is_causal) for part in self.parts])
 
 
+BlockLayout.sum_of = Sum
+
+
 def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
     """Return how many keys each token of each head sees, int64 `(heads, seq)`."""
     if isinstance(part, BlockLayout):
@@ -538,23 +541,23 @@ def pattern_for(layout: LayoutOfLength, length: int, is_ragged: bool = False) ->
     return Dilated((WHOLE,), (1,)) * layout if is_ragged or is_symbol(length) else layout_for(layout, length)
 
 
-_FUNCTIONS: dict[str, LayoutOfLength] = {}
+_FUNCTIONS: dict[str, BlockLayout | LayoutOfLength] = {}
 """The layout functions that exported programs call when they run, kept permanently."""
 
 
 @constant_when_traced
-def function_name(layout: LayoutOfLength) -> str:
+def function_name(layout: BlockLayout | LayoutOfLength) -> str:
     """Register a layout function, and return the name by which exported programs of this process find it."""
     name = f"{getattr(layout, '__qualname__', type(layout).__name__)} at {id(layout)}"
     _FUNCTIONS[name] = layout
     return name
 
 
-def function_of(name: str) -> LayoutOfLength:
+def function_of(name: str) -> BlockLayout | LayoutOfLength:
     if name not in _FUNCTIONS:
         raise ValueError(
-            f"layout function {name}: a program that was exported for any length calls it, and this process does not "
-            "know it; export in this process, or for one length, whose lists the program holds"
+            f"layout function {name}: a program that was exported for any length, or with lengths, calls it, and this "
+            "process does not know it; export in this process, or for one length, whose lists the program holds"
         )
     return _FUNCTIONS[name]
 
