@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from dilated_attention import (
     attention,
     dilated_attention,
     explain,
+    functional,
     operators,
 )
 from dilated_attention.backends import cpu
@@ -260,6 +262,13 @@ def test_coverage_and_flops_of_sums_with_layouts(is_causal):
     assert pattern.flops(40, 2, 16, is_causal) == 4 * 16 * expected.sum()
     with pytest.raises(UnsupportedError, match="give each of pattern\\.parts"):
         pattern.plot(40)
+
+
+def test_a_whole_cache_is_not_copied_for_a_layout():
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 64, 2, 8)
+    with mock.patch.object(functional, "pad", side_effect=functional.pad) as pad:
+        attention(q, k, k, BlockLayout.local(64, 8, 8), is_causal=True, q_start=62)
+    assert [len(call.args[0][0]) for call in pad.call_args_list] == [2]  # the queries alone
 
 
 def test_sums_with_layouts():

@@ -68,9 +68,8 @@ class Options(TypedDict, total=False):
 
 
 _DEFAULTS: Options = {
-    "is_causal": False, "scale": None, "dropout_p": 0.0, "sinks": None, "lengths": None, "cu_seqlens": None,
-    "key_padding_mask": None, "backend": "auto", "mesh": None, "seq_len": None, "head_offset": None,
-    "transport": "auto", "layer": "", "q_start": None, "k_start": None, "softcap": None,
+    **dict.fromkeys(Options.__annotations__),  # type: ignore[typeddict-item]
+    "is_causal": False, "dropout_p": 0.0, "backend": "auto", "transport": "auto", "layer": "",
 }  # fmt: skip
 
 
@@ -155,11 +154,12 @@ class Call:
         if isinstance(pattern, (BlockLayout, Product)):
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
         if ranks is not None:
-            transport, layer, sinks = options["transport"], options["layer"], options["sinks"] is not None
             # In eager mode q is made to require gradients if some rank wants them.
             gradients = not torch.compiler.is_compiling() or any(x.requires_grad for x in (q, k, v))
-            widths, gradients = (q.shape[3], v.shape[3]), gradients and torch.is_grad_enabled()
-            call = call.over(Shards(ranks.group_name, (seq_len,), None, transport, layer, (), sinks, widths, gradients))
+            call = call.over(Shards(
+                ranks.group_name, (seq_len,), None, options["transport"], options["layer"], (),
+                options["sinks"] is not None, (q.shape[3], v.shape[3]), gradients and torch.is_grad_enabled(),
+            ))  # fmt: skip
         return call
 
     @classmethod
@@ -314,8 +314,8 @@ class Call:
 
         `over_ranks`: the call has a mesh of several ranks; each layout then gets lists per query head, on q's device.
 
-        The layouts of a product are not known yet if the call is exported with lengths or cu_seqlens, or with a symbol
-        as seq_len and a function as layout. Then `layout_function` is set to its name instead (`with_function`).
+        A call that is exported with lengths or cu_seqlens, or with a symbol as seq_len and a function as layout, does
+        not know a product's layouts yet: `layout_function` is set instead (`with_function`).
         """
         heads, kv_heads = q.shape[2], k.shape[2]
         if isinstance(pattern, BlockLayout):
@@ -403,20 +403,17 @@ def in_autocast(x: Tensor) -> bool:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context without autocast for the device of x, which may have none: the meta device."""
+    """Return a context without autocast on the device of x; the meta device has none."""
     return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
 
 
-def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v as autocast does for `scaled_dot_product_attention`; double precision is left as it is."""
-    if all(isinstance(x, Tensor) for x in (q, k, v)) and in_autocast(q):  # others are refused later
+def as_autocast(q: Tensor, k: Tensor, v: Tensor, if_mixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast q, k and v as autocast does for `scaled_dot_product_attention`; double precision is left as it is.
+    `if_mixed`: leave them if they have one dtype. A cache and what autocast projects may differ."""
+    given = all(isinstance(x, Tensor) for x in (q, k, v))  # which is checked later
+    if given and in_autocast(q) and not (if_mixed and q.dtype == k.dtype == v.dtype):
         q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))
     return q, k, v
-
-
-def as_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v as `as_autocast` does if they differ in dtype, as a cache and what autocast projects may."""
-    return as_autocast(q, k, v) if len({getattr(x, "dtype", None) for x in (q, k, v)}) > 1 else (q, k, v)
 
 
 def dtype_of_products(x: Tensor) -> torch.dtype:
@@ -455,18 +452,15 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     Without `seq_len`, all shards are taken to be as long as q. Raises ValueError if `seq_len` or `transport` does not
     fit the group.
     """
-    if group is None:
-        if transport != "auto":
-            raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
-        if seq_len is not None and seq_len != q.shape[1]:
-            raise ValueError(f"seq_len={seq_len} without a mesh must be q's own length, {q.shape[1]}; leave it out")
-        return q.shape[1]
+    if group is None and transport != "auto":
+        raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
     check_transport(transport)
+    ranks = 1 if group is None else dist.get_world_size(group)
     if seq_len is None:
-        return q.shape[1] * dist.get_world_size(group)
+        return q.shape[1] * ranks
     seq_len = checks.integer("seq_len", seq_len, 0)
-    if seq_len != q.shape[1] and dist.get_world_size(group) == 1:
-        raise ValueError(f"seq_len={seq_len} over one rank must be q's own length, {q.shape[1]}; leave it out")
+    if seq_len != q.shape[1] and ranks == 1:
+        raise ValueError(f"seq_len={seq_len} on one device must be q's own length, {q.shape[1]}; leave it out")
     return seq_len
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern, as_one_dtype, without_autocast
+from dilated_attention.call import Pattern, as_autocast, without_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.merge import with_sinks
@@ -101,22 +101,21 @@ def first_token_attention(
         count[[head for head, offset in enumerate(offsets) if offset == 0]] += seen
     scale = q.shape[3] ** -0.5 if scale is None else scale
     query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
-    bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone
-    k, v = (x.masked_fill((count == 0).T[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
+    unseen = count == 0
+    bias = count.log().masked_fill_(unseen.all(1, keepdim=True), 0.0)  # no softmax of -inf alone
+    k, v = (x.masked_fill(unseen.T[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
     with without_autocast(q):
         scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
-        weight = scores.softmax(-1).masked_fill((count == 0)[:, None], 0.0)
+        weight = scores.softmax(-1).masked_fill(unseen[:, None], 0.0)
         out = torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None]
         if sinks is not None:
             out = with_sinks(out, scores.logsumexp(-1).flatten(1, 2)[:, None], sinks)
     return out.to(q.dtype)
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, of one dtype, or raise ValueError unless the arguments fit."""
-    q, k, v = as_one_dtype(q, k, v)
+def _checked(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None) -> tuple[Tensor, ...]:
+    """Return q, k and v in one dtype; raise ValueError unless the arguments fit."""
+    q, k, v = as_autocast(q, k, v, if_mixed=True)
     checks.dense(q, k, v)
     (batch, new, heads, head_dim), (kv_batch, seq_len, kv_heads, kv_dim) = q.shape, k.shape
     agree = batch == kv_batch and head_dim == kv_dim and k.shape[:3] == v.shape[:3] and new <= seq_len

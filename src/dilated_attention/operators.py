@@ -22,6 +22,7 @@ from dilated_attention.backends.table import BACKENDS, Choice
 from dilated_attention.call import Call, Shards, without_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
+from dilated_attention.merge import running
 from dilated_attention.parallel import over_mesh
 from dilated_attention.plan import WHOLE, Branches
 from dilated_attention.torch_internals import (
@@ -180,12 +181,12 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 @torch.library.register_fake("dilated_attention::forward")
 def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    results = [*running(q, covered=True)]
     numbers, _, _, _, words = packed[:5]
     if not _of_mesh(words):
-        return [out, lse]
+        return results
     call = _unpack(k, ([int(x) for x in numbers], *packed[1:]))
-    return [out, lse, *over_mesh.empty_saved(call, q, k)]
+    return [*results, *over_mesh.empty_saved(call, q, k)]
 
 
 @torch.library.impl("dilated_attention::backward", "CompositeExplicitAutograd")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern, as_one_dtype, branched_factor, without_autocast
+from dilated_attention.call import Pattern, as_autocast, branched_factor, without_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
@@ -61,7 +61,7 @@ def attention_weights(
             f"for; use {without_padding(pattern)!r}, whose weights are those without padding"
         )
     checks.not_mapped("attention_weights", q, k)
-    q, k, _ = as_one_dtype(q, k, k)
+    q, k, _ = as_autocast(q, k, k, if_mixed=True)
     checks.dense(q, k, k)
     with without_autocast(q):
         _, lse = attention(

@@ -39,7 +39,6 @@ EDGES = slice(TILE_FIELDS + 3, None, SPAN_FIELDS), slice(TILE_FIELDS + 4, None, 
 UNMASKED = {"queries": (2**30, -(2**30)), "keys": (-(2**30), 2**30)}
 """The diagonals that hide nothing, for each side of tiles."""
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 MAX_TOKENS = 2**30
 MAX_SPANS = 8
@@ -48,8 +47,8 @@ MAX_EXTRA_STEPS = 1.05
 
 
 def refusal(facts: Facts) -> str | None:
-    """Return why kernels that read these tables cannot serve a call on any device; None if they can."""
-    if facts.dtype not in DTYPES:
+    """Return why no kernel that reads these tables can serve a call; None if one can."""
+    if facts.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
     if facts.head_dim > MAX_HEAD_DIM:
         return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,6 @@ class BlockLayout:
     k_block: int = 128
     is_causal: bool = False
     _versions: tuple[int, int] | None = field(init=False, default=None)
-    sum_of: ClassVar[type[Any]]  # `patterns.Sum`, which is defined later
 
     def __post_init__(self) -> None:
         grid = BlockGrid.of(self.seq_len, self.block_size, self.is_causal)
@@ -558,10 +557,6 @@ class BlockLayout:
         return self._with(indptr, self.indices[keep], seq_len=seq_len)
 
     # ---- algebra
-
-    def __add__(self, other: Any) -> Any:
-        """Return the sum of two patterns: what either shows, counts added; see `patterns.Sum`."""
-        return self.sum_of((self, other))
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
         """Return the union: the blocks that at least one of the layouts lists.
