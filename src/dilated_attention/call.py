@@ -403,13 +403,13 @@ def in_autocast(x: Tensor) -> bool:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context without autocast on the device of x; the meta device has none."""
+    """Return a context without autocast on the device of x."""
     return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor, if_mixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Cast q, k and v as autocast does for `scaled_dot_product_attention`; double precision is left as it is.
-    `if_mixed`: leave them if they have one dtype. A cache and what autocast projects may differ."""
+    `if_mixed`: only if they differ in dtype."""
     given = all(isinstance(x, Tensor) for x in (q, k, v))  # which is checked later
     if given and in_autocast(q) and not (if_mixed and q.dtype == k.dtype == v.dtype):
         q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))

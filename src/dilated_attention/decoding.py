@@ -13,7 +13,7 @@ from dilated_attention.call import Pattern, as_autocast, without_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.merge import with_sinks
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Window
 
 
 def cached_attention(
@@ -44,6 +44,10 @@ def cached_attention(
         True
     """
     q, k, v = _checked(q, k, v, scale, sinks)
+    if isinstance(pattern, Window) and not (pattern.leading or torch.compiler.is_compiling()):
+        # It is the same at any position: with only the rows that it shows, the next token repeats this call.
+        first = max(0, k.shape[1] - q.shape[1] - pattern.before * pattern.rate)
+        k, v = k[:, first:], v[:, first:]
     with without_autocast(q):
         out = attention(q, k, v, pattern, is_causal=True, scale=scale, sinks=sinks, q_start=k.shape[1] - q.shape[1])
     assert isinstance(out, Tensor)
@@ -116,15 +120,9 @@ def first_token_attention(
 def _checked(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None) -> tuple[Tensor, ...]:
     """Return q, k and v in one dtype; raise ValueError unless the arguments fit."""
     q, k, v = as_autocast(q, k, v, if_mixed=True)
-    checks.dense(q, k, v)
-    (batch, new, heads, head_dim), (kv_batch, seq_len, kv_heads, kv_dim) = q.shape, k.shape
-    agree = batch == kv_batch and head_dim == kv_dim and k.shape[:3] == v.shape[:3] and new <= seq_len
-    if not agree or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            "q (batch, new, heads, head_dim) and k (batch, seq, kv_heads, head_dim) must agree in batch and head_dim, "
-            "and k and v but for head_dim, with no more queries than keys and heads that the key-value heads divide; "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
+    checks.tensors(q, k, v, placed=True)
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(f"q must have at most as many tokens as k, all tokens so far; got {q.shape[1]}, {k.shape[1]}")
     checks.number("scale", scale)
     checks.sinks(q, sinks)
     return q, k, v
