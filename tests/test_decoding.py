@@ -183,7 +183,7 @@ def test_steps_of_a_window_repeat_one_call():
 def test_how_many_queries():
     q, k, v = tensors(8, 2, 2)
     pattern = Dilated((4,), (1,))
-    with pytest.raises(ValueError, match=r"q must have at most as many tokens as k, .*; got 8, 4"):
+    with pytest.raises(ValueError, match="q must have no more tokens than k; got 8 and 4"):
         cached_attention(q, k[:, :4], v[:, :4], pattern)
     with pytest.raises(ValueError, match=r"q must have one token, the first; got 8: give q\[:, :1\]"):
         first_token_attention(q, k, v, pattern)

@@ -45,7 +45,7 @@ def cached_attention(
     """
     q, k, v = _checked(q, k, v, scale, sinks)
     if isinstance(pattern, Window) and not (pattern.leading or torch.compiler.is_compiling()):
-        # It is the same at any position: with only the rows that it shows, the next token repeats this call.
+        # It is the same at any position: with its rows alone, the next token repeats this call.
         first = max(0, k.shape[1] - q.shape[1] - pattern.before * pattern.rate)
         k, v = k[:, first:], v[:, first:]
     with without_autocast(q):
@@ -122,7 +122,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor
     q, k, v = as_autocast(q, k, v, if_mixed=True)
     checks.tensors(q, k, v, placed=True)
     if q.shape[1] > k.shape[1]:
-        raise ValueError(f"q must have at most as many tokens as k, all tokens so far; got {q.shape[1]}, {k.shape[1]}")
+        raise ValueError(f"q must have no more tokens than k; got {q.shape[1]} and {k.shape[1]}")
     checks.number("scale", scale)
     checks.sinks(q, sinks)
     return q, k, v
