@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dilated_attention import BackendError, Dilated, Window, attention, explain, plan_cache
-from dilated_attention.backends import cpu, native, table, triton
+from dilated_attention.backends import cpu, native, table, tiles, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.table import BACKENDS, Backend
 from dilated_attention.call import Call
@@ -91,7 +91,7 @@ def test_auto_decides_alike_eager_and_compiled(every, monkeypatch):
     assert len(CASES) == 66
     taken = [{facts for facts, name in zip(CASES, names, strict=True) if name == "triton"} for names in chosen]
     served = {x for x in CASES if x.device.type == "cuda" and x.dtype != torch.float64 and x.head_dim < 320}
-    served -= {x for x in served if x.seq_len > triton.MAX_TOKENS}
+    served -= {x for x in served if x.seq_len > tiles.MAX_TOKENS}
     assert taken == [set(), {x for x in served if x.needs}, {x for x in served if x.needs or x.work >= 1000}]
 
 
@@ -127,7 +127,7 @@ def test_a_graph_has_no_bound_on_the_length(name, monkeypatch):
     """torch.export refuses any other bound than the caller's. No kernel runs here."""
     monkeypatch.setattr(cpu, "missing", lambda: None)
     monkeypatch.setattr(triton, "_refusal_of", lambda device: None)
-    monkeypatch.setattr({"cpu": cpu, "triton": triton}[name], "MAX_TOKENS", 16)
+    monkeypatch.setattr(tiles, "MAX_TOKENS", 16)
     q = torch.ones(1, 64, 2, 8)
     with pytest.raises(BackendError, match="16 tokens; got 64"):
         Call.of(q, q, q, Window(3), backend=name)

@@ -218,6 +218,11 @@ def test_no_tensor_under_autocast(name):
         refused(arguments(**{name: [1.0]}), [name, "list", "torch.Tensor"])
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_no_tensor_at_all(name):
+    refused(arguments(**{name: None}), [name, "NoneType", "torch.Tensor"])
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("name", PACKED)
 def test_bad_packing(name, backend):
@@ -250,7 +255,7 @@ def test_a_mesh_of_one_rank(one_rank):
     refused(arguments(mesh=one_rank, transport="nonsense"), ["transport", "'nonsense'", "'ulysses'"])
     for pattern in (Dilated((4, 8), (1, 2)), BlockLayout.local(100, 8, 8)):
         for seq_len in (100, SEQ - 1):
-            with pytest.raises(ValueError, match=f"seq_len={seq_len} over one rank must be q's own length, {SEQ}"):
+            with pytest.raises(ValueError, match=f"seq_len={seq_len} on one device must be q's own length, {SEQ}"):
                 attention(tensor(), tensor(), tensor(), pattern, mesh=one_rank, seq_len=seq_len)
 
 

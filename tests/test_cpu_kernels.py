@@ -82,7 +82,7 @@ def emulated_amx():
 
 def force(instruction_set, monkeypatch):
     """The kernels take this one, and those for tiles of few rows all tiles or none."""
-    monkeypatch.setattr(cpu, "FEW", (cpu.MAX_TOKENS if instruction_set == FEW else 0,) * len(cpu.FEW))
+    monkeypatch.setattr(cpu, "FEW", (tiles.MAX_TOKENS if instruction_set == FEW else 0,) * len(cpu.FEW))
     if instruction_set == FEW:
         instruction_set = IN_FLOAT32[-1]
     if instruction_set == HALVES:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention import BlockLayout, Dilated, Window, attention, dilated_attention
-from dilated_attention.decoding import cached_attention, first_token_attention
+from dilated_attention import (
+    BlockLayout,
+    Dilated,
+    Window,
+    attention,
+    attention_weights,
+    dilated_attention,
+    plan_cache,
+)
+from dilated_attention.decoding import cached_attention, first_token_attention, listed_attention
 
 PATTERNS = {
     "one segment": (Dilated((64,), (1,)), 4),
@@ -145,8 +153,8 @@ def test_refusals(attend, of_product):
     product = pattern * (lambda n: BlockLayout.local(n, 2, 4))
     for arguments, word in (
         ((q[:1], k, v, pattern), "agree in batch"),
-        ((q, k, v[:, :4], pattern), r"v \(2, 4, 2, 8\)"),
-        ((q, k[:, :, :0], v[:, :, :0], pattern), r"divide; got q .*, k \(2, 8, 0, 8\)"),
+        ((q, k, v[:, :4], pattern), r"k and v must .* \(2, 4, 2, 8\)"),
+        ((q, k[:, :, :0], v[:, :, :0], pattern), "must divide those of q; got 2 query and 0 key-value heads"),
         ((q.float(), k, v, pattern), "one floating dtype"),
         ((q.long(), k.long(), v.long(), pattern), "q must have a floating dtype; got torch.int64"),
         ((None, k, v, pattern), "q must be a torch.Tensor; got NoneType"),
@@ -160,13 +168,55 @@ def test_refusals(attend, of_product):
         attend(q, k, v, pattern, scale=float("nan"))
 
 
+def test_steps_of_a_window_repeat_one_call():
+    """Nothing is checked or planned again as the cache grows, and each step equals the whole."""
+    q, k, v = tensors(60, 4, 2)
+    whole = attention(q, k, v, Window(5, rate=2), is_causal=True)
+    for step in range(20, 60):
+        if step == 21:
+            misses = plan_cache.info().misses
+        out = cached_attention(q[:, step : step + 1], k[:, : step + 1], v[:, : step + 1], Window(5, rate=2))
+        torch.testing.assert_close(out, whole[:, step : step + 1], rtol=0, atol=1e-12)
+    assert plan_cache.info().misses == misses
+
+
 def test_how_many_queries():
     q, k, v = tensors(8, 2, 2)
     pattern = Dilated((4,), (1,))
-    with pytest.raises(ValueError, match="no more queries than keys"):
+    with pytest.raises(ValueError, match="q must have no more tokens than k; got 8 and 4"):
         cached_attention(q, k[:, :4], v[:, :4], pattern)
     with pytest.raises(ValueError, match=r"q must have one token, the first; got 8: give q\[:, :1\]"):
         first_token_attention(q, k, v, pattern)
+
+
+@pytest.mark.parametrize("mixed", ["q", "k", "v"])
+def test_several_dtypes_under_autocast(mixed):
+    """A cache may be in single precision, and what autocast projects in half: all are cast, as `attention` casts."""
+    given = {name: torch.randn(1, 16, 2, 8) for name in "qkv"}
+    half = {name: x.bfloat16() for name, x in given.items()}
+    given[mixed], pattern, chosen = half[mixed], Dilated((16,), (1,)), torch.arange(16)[None, None]
+
+    def outs(q, k, v):
+        yield cached_attention(q[:, -1:], k, v, pattern)
+        yield first_token_attention(q[:, :1], k, v, pattern)
+        yield listed_attention(q[:, -1:], k, v, chosen)
+        yield attention_weights(q, k, pattern).to_dense() if mixed != "v" else None
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for found, expected in zip(outs(**given), outs(**half), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_on_the_meta_device():
+    q, k, v = tensors(16, 4, 2)
+    for attend in (
+        lambda q, k, v, chosen: cached_attention(q[:, -2:], k, v, Window(3)),
+        lambda q, k, v, chosen: first_token_attention(q[:, :1], k, v, Dilated((8,), (2,))),
+        lambda q, k, v, chosen: listed_attention(q[:, -2:], k, v, chosen, 4),
+    ):
+        given = q, k, v, torch.tensor([[[0, 3]]])
+        expected, found = attend(*given), attend(*(x.to("meta") for x in given))
+        assert (found.device.type, found.shape, found.dtype) == ("meta", expected.shape, expected.dtype)
 
 
 @pytest.mark.parametrize("attend", [cached_attention, first_token_attention])

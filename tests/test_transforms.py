@@ -573,6 +573,37 @@ def test_exported_by_definition_with_a_layout(compiling_python):
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_product_exported_with_lengths(strict, compiling_python):
+    """The layouts that it needs are known when the program runs, whether or not the length of the batch is."""
+    compiling_python(
+        f"""
+        import torch
+        from dilated_attention import BlockLayout, Dilated, attention
+
+        def local(tokens):
+            return BlockLayout.local(tokens, 8, 2)
+
+        class Ragged(torch.nn.Module):
+            def __init__(self, name, layout):
+                super().__init__()
+                self.name, self.pattern = name, Dilated((16,), (2,)) * layout
+
+            def forward(self, q, ends):
+                return attention(q, q, q, self.pattern, is_causal=True, **{{self.name: ends}})
+
+        q = torch.randn(1, 48, 2, 8)
+        for layout in (local, local(8)):
+            for name, ends in (("lengths", [[32], [48]]), ("cu_seqlens", [[0, 16, 48], [0, 32, 48]])):
+                module = Ragged(name, layout)
+                first, second = (torch.tensor(values) for values in ends)
+                for length in (None, {{1: torch.export.Dim("length", min=2, max=4096)}}):
+                    program = torch.export.export(module, (q, first), dynamic_shapes=(length, None), strict={strict})
+                    torch.testing.assert_close(program.module()(q, second), module(q, second))
+        """
+    )
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_exported_with_a_layout_function(strict, compiling_python, tmp_path):
     """For any length the program calls the function when it runs; for one length it holds the lists."""
     compiling_python(

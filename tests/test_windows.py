@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from dilated_attention import (
     attention,
     dilated_attention,
     explain,
+    functional,
     operators,
 )
 from dilated_attention.backends import cpu
@@ -262,20 +264,29 @@ def test_coverage_and_flops_of_sums_with_layouts(is_causal):
         pattern.plot(40)
 
 
+def test_a_whole_cache_is_not_copied_for_a_layout():
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 64, 2, 8)
+    with mock.patch.object(functional, "pad", side_effect=functional.pad) as pad:
+        attention(q, k, k, BlockLayout.local(64, 8, 8), is_causal=True, q_start=62)
+    assert [len(call.args[0][0]) for call in pad.call_args_list] == [2]  # the queries alone
+
+
 def test_sums_with_layouts():
     q, k, v = (torch.randn(2, 64, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     layout = BlockLayout.random(64, 0.4, 0, 16)
-    counts = seen(64, 64, 5, 5).int() + layout.dense_mask()[0].int()
-    for pattern in (Window(5) + layout, layout + Window(5)):
+    shown = layout.dense_mask()[0].int()
+    counts = seen(64, 64, 5, 5).int() + shown
+    for pattern, expected in ((Window(5) + layout, counts), (layout + Window(5), counts), (layout + layout, 2 * shown)):
         errors = excesses(
             lambda q, k, v, pattern=pattern: attention(q, k, v, pattern, return_lse=True), (q, k, v),
-            counts.expand(4, -1, -1), scale=8**-0.5, gradient_of=("out", "lse"),
+            expected.expand(4, -1, -1), scale=8**-0.5, gradient_of=("out", "lse"),
         )  # fmt: skip
         assert all(error <= 1 for error in errors.values()), errors
     with pytest.raises(UnsupportedError, match=r"Window\(\.\.\.\) \* BlockLayout"):
         Window(5) * layout
-    with pytest.raises(ValueError, match="a term of a sum must be"):
-        Window(5) + 3
+    for pattern in (Window(5), layout):
+        with pytest.raises(ValueError, match="a term of a sum must be"):
+            pattern + 3
     with pytest.raises(UnsupportedError, match="dropout_p with a sum of block layouts"):
         attention(q, k, v, Window(5) + layout, dropout_p=0.1)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -36,8 +37,8 @@ from dilated_attention.patterns import (
     function_of,
     layout_inside,
 )
-from dilated_attention.plan import Branches, Plan, plan_of, row_counts
-from dilated_attention.torch_internals import in_torch_func, is_mapped, is_symbol, observed
+from dilated_attention.plan import EVERY, Branches, Plan, plan_of, row_counts
+from dilated_attention.torch_internals import in_export, in_torch_func, is_mapped, is_symbol, observed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,9 +68,8 @@ class Options(TypedDict, total=False):
 
 
 _DEFAULTS: Options = {
-    "is_causal": False, "scale": None, "dropout_p": 0.0, "sinks": None, "lengths": None, "cu_seqlens": None,
-    "key_padding_mask": None, "backend": "auto", "mesh": None, "seq_len": None, "head_offset": None,
-    "transport": "auto", "layer": "", "q_start": None, "k_start": None, "softcap": None,
+    **dict.fromkeys(Options.__annotations__),  # type: ignore[typeddict-item]
+    "is_causal": False, "dropout_p": 0.0, "backend": "auto", "transport": "auto", "layer": "",
 }  # fmt: skip
 
 
@@ -115,8 +115,7 @@ class Call:
         seed: the seed of dropout, drawn when the call runs; None without dropout.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts: the positions of the first query and of the first key.
-        layout_function: the name of the function that gives the layouts when an exported call runs; "": they are in
-            `layouts`.
+        layout_function: the name of what gives the layouts when an exported call runs; "": they are in `layouts`.
         problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
             depends on more, such as a mask.
         repeats: what a backend prepared for tensors of a kind (strides, alignment); None unless the cache keeps the
@@ -155,11 +154,12 @@ class Call:
         if isinstance(pattern, (BlockLayout, Product)):
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
         if ranks is not None:
-            transport, layer, sinks = options["transport"], options["layer"], options["sinks"] is not None
             # In eager mode q is made to require gradients if some rank wants them.
             gradients = not torch.compiler.is_compiling() or any(x.requires_grad for x in (q, k, v))
-            widths, gradients = (q.shape[3], v.shape[3]), gradients and torch.is_grad_enabled()
-            call = call.over(Shards(ranks.group_name, (seq_len,), None, transport, layer, (), sinks, widths, gradients))
+            call = call.over(Shards(
+                ranks.group_name, (seq_len,), None, options["transport"], options["layer"], (),
+                options["sinks"] is not None, (q.shape[3], v.shape[3]), gradients and torch.is_grad_enabled(),
+            ))  # fmt: skip
         return call
 
     @classmethod
@@ -314,8 +314,8 @@ class Call:
 
         `over_ranks`: the call has a mesh of several ranks; each layout then gets lists per query head, on q's device.
 
-        If the pattern has a function from lengths to layouts, and seq_len is a symbol because the call is exported, the
-        layouts are not known yet. Then `layout_function` is set to the function's name instead (`with_function`).
+        A call that is exported with lengths or cu_seqlens, or with a symbol as seq_len and a function as layout, does
+        not know a product's layouts yet: `layout_function` is set instead (`with_function`).
         """
         heads, kv_heads = q.shape[2], k.shape[2]
         if isinstance(pattern, BlockLayout):
@@ -324,8 +324,9 @@ class Call:
             pattern.check(self.sample_count(q), length, heads, kv_heads)
             layouts: tuple[BlockLayout, ...] = (pattern,)
         else:
-            by_name = not over_ranks and self.backend.attend is None and is_symbol(seq_len)
-            if by_name and not isinstance(pattern.layout, BlockLayout):
+            unread = in_export() and (self.lengths is not None or self.cu_seqlens is not None)
+            unknown = unread or (is_symbol(seq_len) and not isinstance(pattern.layout, BlockLayout))
+            if unknown and not over_ranks and self.backend.attend is None:
                 return replace(self, layout_function=function_name(pattern.layout))
             layouts = self._inside(pattern.layout, heads, kv_heads, seq_len)
         if over_ranks:
@@ -370,7 +371,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
     or v may be more or less than it seems, under torch.compile, torch.func or a dispatch mode or on the meta device; q
     has enough heads for a warning.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_torch_func() or observed(q, k, v) or q.is_meta:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_torch_func() or observed(q, k, v):
+        return None
+    if q is None or k is None or v is None or q.is_meta:
         return None
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
@@ -399,12 +402,17 @@ def in_autocast(x: Tensor) -> bool:
     return known and torch.is_autocast_enabled(kind)
 
 
-def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v as autocast does for `scaled_dot_product_attention`; double precision is left as it is."""
-    given = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)  # which is checked later
-    if not given or not in_autocast(q):
-        return q, k, v
-    q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context without autocast on the device of x."""
+    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
+
+
+def as_autocast(q: Tensor, k: Tensor, v: Tensor, if_mixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast q, k and v as autocast does for `scaled_dot_product_attention`; double precision is left as it is.
+    `if_mixed`: only if they differ in dtype."""
+    given = all(isinstance(x, Tensor) for x in (q, k, v))  # which is checked later
+    if given and in_autocast(q) and not (if_mixed and q.dtype == k.dtype == v.dtype):
+        q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))
     return q, k, v
 
 
@@ -444,18 +452,15 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     Without `seq_len`, all shards are taken to be as long as q. Raises ValueError if `seq_len` or `transport` does not
     fit the group.
     """
-    if group is None:
-        if transport != "auto":
-            raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
-        if seq_len is not None and seq_len != q.shape[1]:
-            raise ValueError(f"seq_len={seq_len} without a mesh must be q's own length, {q.shape[1]}; leave it out")
-        return q.shape[1]
+    if group is None and transport != "auto":
+        raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
     check_transport(transport)
+    ranks = 1 if group is None else dist.get_world_size(group)
     if seq_len is None:
-        return q.shape[1] * dist.get_world_size(group)
+        return q.shape[1] * ranks
     seq_len = checks.integer("seq_len", seq_len, 0)
-    if seq_len != q.shape[1] and dist.get_world_size(group) == 1:
-        raise ValueError(f"seq_len={seq_len} over one rank must be q's own length, {q.shape[1]}; leave it out")
+    if seq_len != q.shape[1] and ranks == 1:
+        raise ValueError(f"seq_len={seq_len} on one device must be q's own length, {q.shape[1]}; leave it out")
     return seq_len
 
 
@@ -546,25 +551,17 @@ def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: 
         ("softcap", options["softcap"] is not None),
     )
     needs = tuple([name for name, is_asked in asked if is_asked])
-    keys = _keys(branches)
+    pairs = list(zip(branches.segment_lengths, branches.dilation_rates, strict=True))
+    # A window with two bounds limits the keys. Causality does not, and leading tokens do not count.
+    keys = sum(
+        [
+            w // r if low is None or high is None else min(w // r, high - low + 1)
+            for (w, r), (low, high) in zip(pairs, branches.bands or (EVERY,) * len(pairs), strict=True)
+        ]
+    )
     # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
-    pairs = zip(branches.segment_lengths, branches.dilation_rates, strict=True)
     shown = min(keys, q.shape[1]) if branches.bands else sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
     # A graph of torch.export serves any length: it gets the backend for long ones.
     keys, work = [sys.maxsize if is_symbol(number) else number for number in (keys, q.numel() * shown)]
     seq_len = 1 if torch.compiler.is_compiling() else q.shape[1]
     return Facts(q.device, q.dtype, max(q.shape[3], v.shape[3]), seq_len, needs, work, over_ranks, keys)
-
-
-def _keys(branches: Branches) -> int:
-    """Return how many keys a query sees when every segment is full, as if its head took part in every branch.
-
-    A window with two bounds limits them. Causality does not, and leading tokens do not count.
-    """
-    bands = branches.bands or ((None, None),) * len(branches.offsets)
-    return sum(
-        [
-            w // r if low is None or high is None else min(w // r, high - low + 1)
-            for w, r, (low, high) in zip(branches.segment_lengths, branches.dilation_rates, bands, strict=True)
-        ]
-    )

@@ -36,10 +36,12 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
             f"k and v must have the same shape, but for head_dim; got {tuple(k.shape)} and {tuple(v.shape)}"
         )
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or (not placed and q.shape[1] != k.shape[1]):
+        remedy = (
+            ". For fewer queries than keys give q_start, the position of the first; cross-attention is not supported"
+        )
         raise ValueError(
-            f"q and k must agree in batch, seq and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, "
-            "read as (batch, seq, heads, head_dim). For fewer queries than keys give q_start, the position of the "
-            "first; cross-attention is not supported"
+            f"q and k must agree in batch{'' if placed else ', seq'} and head_dim; got {tuple(q.shape)} and "
+            f"{tuple(k.shape)}, read as (batch, seq, heads, head_dim){'' if placed else remedy}"
         )
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"q and v must have head_dim of at least 1; got {tuple(q.shape)} and {tuple(v.shape)}")

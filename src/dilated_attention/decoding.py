@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern
+from dilated_attention.call import Pattern, as_autocast, without_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.merge import with_sinks
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Window
 
 
 def cached_attention(
@@ -43,8 +43,12 @@ def cached_attention(
         >>> torch.allclose(newest, attention(q, k, v, Window(3), is_causal=True)[:, -1:], atol=1e-5)
         True
     """
-    _check(q, k, v, scale, sinks)
-    with torch.autocast(q.device.type, enabled=False):
+    q, k, v = _checked(q, k, v, scale, sinks)
+    if isinstance(pattern, Window) and not (pattern.leading or torch.compiler.is_compiling()):
+        # It is the same at any position: with its rows alone, the next token repeats this call.
+        first = max(0, k.shape[1] - q.shape[1] - pattern.before * pattern.rate)
+        k, v = k[:, first:], v[:, first:]
+    with without_autocast(q):
         out = attention(q, k, v, pattern, is_causal=True, scale=scale, sinks=sinks, q_start=k.shape[1] - q.shape[1])
     assert isinstance(out, Tensor)
     return out
@@ -88,7 +92,7 @@ def first_token_attention(
         raise UnsupportedError(
             f"pattern must be a Dilated; got {type(pattern).__name__}: give attention the whole sequence"
         )
-    _check(q, k, v, scale, sinks)
+    q, k, v = _checked(q, k, v, scale, sinks)
     if q.shape[1] != 1:
         raise ValueError(f"q must have one token, the first; got {q.shape[1]}: give q[:, :1]")
     seq_len, kv_heads = k.shape[1:3]
@@ -101,29 +105,27 @@ def first_token_attention(
         count[[head for head, offset in enumerate(offsets) if offset == 0]] += seen
     scale = q.shape[3] ** -0.5 if scale is None else scale
     query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
-    bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone
-    k, v = (x.masked_fill((count == 0).T[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
-    with torch.autocast(q.device.type, enabled=False):
+    unseen = count == 0
+    bias = count.log().masked_fill_(unseen.all(1, keepdim=True), 0.0)  # no softmax of -inf alone
+    k, v = (x.masked_fill(unseen.T[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
+    with without_autocast(q):
         scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
-        weight = scores.softmax(-1).masked_fill((count == 0)[:, None], 0.0)
+        weight = scores.softmax(-1).masked_fill(unseen[:, None], 0.0)
         out = torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None]
         if sinks is not None:
             out = with_sinks(out, scores.logsumexp(-1).flatten(1, 2)[:, None], sinks)
     return out.to(q.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> None:
-    checks.dense(q, k, v)
-    (batch, new, heads, head_dim), (kv_batch, seq_len, kv_heads, kv_dim) = q.shape, k.shape
-    agree = batch == kv_batch and head_dim == kv_dim and k.shape[:3] == v.shape[:3] and new <= seq_len
-    if not agree or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            "q (batch, new, heads, head_dim) and k (batch, seq, kv_heads, head_dim) must agree in batch and head_dim, "
-            "and k and v but for head_dim, with no more queries than keys and heads that the key-value heads divide; "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
+def _checked(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None) -> tuple[Tensor, ...]:
+    """Return q, k and v in one dtype; raise ValueError unless the arguments fit."""
+    q, k, v = as_autocast(q, k, v, if_mixed=True)
+    checks.tensors(q, k, v, placed=True)
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(f"q must have no more tokens than k; got {q.shape[1]} and {k.shape[1]}")
     checks.number("scale", scale)
     checks.sinks(q, sinks)
+    return q, k, v
 
 
 def newest_attention(
@@ -137,7 +139,7 @@ def newest_attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         if hidden is not None:
             k, v = (x.masked_fill(hidden[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
         scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
@@ -197,7 +199,7 @@ def listed_attention(
         >>> torch.allclose(newest, attention(q, k, v, Window(3), is_causal=True)[:, -1:], atol=1e-5)
         True
     """
-    _check(q, k, v, scale, sinks)
+    q, k, v = _checked(q, k, v, scale, sinks)
     block_size = checks.positive("block_size", block_size)
     if not isinstance(chosen, Tensor) or chosen.dtype not in (torch.int64, torch.int32) or chosen.device != q.device:
         kind = f"{chosen.dtype} on {chosen.device}" if isinstance(chosen, Tensor) else type(chosen).__name__

@@ -49,8 +49,7 @@ def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int,
     bool `(heads or 1, n, n)`. A sample that is shorter than the layout has the lists of the layout's first tokens."""
     layouts = [layout.for_heads(heads) for layout in layouts]
     masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
-    by_length = {layout.seq_len: layout for layout in layouts}
-    longest = by_length[max(by_length)]
+    longest = max(layouts, key=lambda x: x.seq_len)
 
     def visible(sample: int, length: int) -> Tensor:
         if length not in masks:

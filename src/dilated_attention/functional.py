@@ -152,6 +152,8 @@ def attention(
             call = Call.remembered(q, k, v, pattern, options)
         elif placed(options):
             check_placed(pattern, options)
+            checks.tensors(q, k, v, placed=True)
+            checks.mask(k, key_padding_mask)
         if in_parts is _sum_of_parts:
             check_summed(q, k, v, options)
     except ValueError as error:
@@ -217,8 +219,6 @@ def _hidden_queries(q: Tensor, key_padding_mask: Tensor, starts: tuple[int, int]
 def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
     """Attend in samples that end at positions `lengths`; return out and lse, `(batch, heads, seq)`. Keys after the end
     of a sample are hidden, and queries after it get out 0 and lse -inf."""
-    checks.tensors(q, k, v, placed=True)
-    checks.mask(k, mask := options["key_padding_mask"])
     lengths, _ = checks.ragged(q, options["lengths"], None)
     assert lengths is not None
     if checks.readable(lengths) and (lengths < 0).any():
@@ -227,7 +227,7 @@ def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, opt
     first_query, first_key = starts_of(options)
     after = torch.arange(q.shape[1], device=q.device) + first_query >= lengths
     hidden = torch.arange(k.shape[1], device=k.device) + first_key >= lengths
-    if mask is not None:
+    if (mask := options["key_padding_mask"]) is not None:
         hidden |= mask
     q = q.masked_fill(after[..., None, None], 0.0)  # they may hold NaN
     options = {**options, "lengths": None, "key_padding_mask": hidden}
@@ -243,9 +243,7 @@ def _layout_at_positions(
     q, k and v are padded to all positions from 0 to the last one. Query blocks without queries list nothing, and padded
     keys are hidden. Causal calls leave out keys after the last query, which a cache may not hold yet.
     """
-    checks.tensors(q, k, v, placed=True)
-    checks.mask(k, mask := options["key_padding_mask"])
-    q_start, k_start = starts_of(options)
+    mask, (q_start, k_start) = options["key_padding_mask"], starts_of(options)
     if options["is_causal"] or layout.is_causal:
         seen = max(0, q_start + q.shape[1] - k_start)
         k, v, mask = k[:, :seen], v[:, :seen], None if mask is None else mask[:, :seen]
@@ -259,7 +257,10 @@ def _layout_at_positions(
         mask = k.new_zeros(k.shape[:2], dtype=torch.bool) if mask is None else mask
         mask = pad(mask, (keys.start, stop - keys.stop), value=True)
     options = {**options, "q_start": None, "k_start": None, "key_padding_mask": mask}
-    q, k, v = (pad(x, (0, 0, 0, 0, at.start, stop - at.stop)) for x, at in ((q, queries), (k, keys), (v, keys)))
+    q, k, v = (
+        x if at == range(stop) else pad(x, (0, 0, 0, 0, at.start, stop - at.stop))
+        for x, at in ((q, queries), (k, keys), (v, keys))
+    )
     out, lse = attention(q, k, v, layout.prefix(stop, q_start, queries.stop), return_lse=True, **options)
     return out[:, q_start : queries.stop], lse[:, :, q_start : queries.stop]
 

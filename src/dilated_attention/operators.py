@@ -19,9 +19,10 @@ from torch import Tensor
 
 from dilated_attention import execution
 from dilated_attention.backends.table import BACKENDS, Choice
-from dilated_attention.call import Call, Shards, in_autocast
+from dilated_attention.call import Call, Shards, without_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
+from dilated_attention.merge import running
 from dilated_attention.parallel import over_mesh
 from dilated_attention.plan import WHOLE, Branches
 from dilated_attention.torch_internals import (
@@ -172,22 +173,20 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
 
 @not_traced
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    if in_autocast(q):  # it has cast q, k and v; scores and sums are wider
-        with torch.autocast(q.device.type, enabled=False):
-            return _run(call, q, k, v)
-    call, factor = call.with_function(q, k), call.factor
-    q = q if factor == 1 else q * factor
-    return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
+    with without_autocast(q):  # it has cast q, k and v; scores and sums are wider
+        call, factor = call.with_function(q, k), call.factor
+        q = q if factor == 1 else q * factor
+        return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
 
 
 @torch.library.register_fake("dilated_attention::forward")
 def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    results = [*running(q, covered=True)]
     numbers, _, _, _, words = packed[:5]
     if not _of_mesh(words):
-        return [out, lse]
+        return results
     call = _unpack(k, ([int(x) for x in numbers], *packed[1:]))
-    return [out, lse, *over_mesh.empty_saved(call, q, k)]
+    return [*results, *over_mesh.empty_saved(call, q, k)]
 
 
 @torch.library.impl("dilated_attention::backward", "CompositeExplicitAutograd")
@@ -203,16 +202,14 @@ def _backward(
 def _run_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if in_autocast(q):
-        with torch.autocast(q.device.type, enabled=False):
-            return _run_backward(call, dout, dlse, q, k, v, results)
-    call, factor = call.with_function(q, k), call.factor
-    q = q if factor == 1 else q * factor
-    if call.shards is None:
-        dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, *results)
-    else:
-        dq, dk, dv = over_mesh.backward(call, dout, dlse, q, k, v, results)
-    return dq if factor == 1 else dq.mul_(factor), dk, dv
+    with without_autocast(q):
+        call, factor = call.with_function(q, k), call.factor
+        q = q if factor == 1 else q * factor
+        if call.shards is None:
+            dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, *results)
+        else:
+            dq, dk, dv = over_mesh.backward(call, dout, dlse, q, k, v, results)
+        return dq if factor == 1 else dq.mul_(factor), dk, dv
 
 
 @torch.library.register_fake("dilated_attention::backward")

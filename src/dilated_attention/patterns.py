@@ -328,7 +328,7 @@ class Dilated(_Branched):
                     )
             table = [tuple(row) for row in offsets]
         for row, (segment, rate) in zip(table, branches, strict=True):
-            if num_heads and all(offset < 0 or offset >= segment for offset in row):
+            if all(offset < 0 or offset >= segment for offset in row):
                 raise ValueError(
                     f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is "
                     f"-1 or beyond the segment; got offsets {row}. Lower the dilation rate or lengthen the segment"
@@ -338,9 +338,8 @@ class Dilated(_Branched):
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
         """Return the pattern as branches, for num_heads KV heads; arguments and errors as in `offset_table`."""
-        if torch.compiler.is_compiling():  # a cache cannot be traced
-            return _branches(self, num_heads, head_offset)
-        return _kept_branches(self, num_heads, head_offset)
+        make = _branches if torch.compiler.is_compiling() else _kept_branches  # a cache cannot be traced
+        return make(self, num_heads, head_offset)
 
     def __mul__(self, layout: BlockLayout | LayoutOfLength) -> Product:
         """Apply block sparsity inside the dilated subsequences; see `Product`."""
@@ -466,12 +465,13 @@ class Sum(_Branched):
         return sum([part.flops(seq_len, num_heads, head_dim, is_causal) for part in self.parts])
 
 
+BlockLayout.__add__ = _Term.__add__  # type: ignore[operator]
+
+
 def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
     """Return how many keys each token of each head sees, int64 `(heads, seq)`."""
     if isinstance(part, BlockLayout):
         return (part.causal() if is_causal else part).seen_by(seq_len, num_heads)
-    if isinstance(part, Product):
-        return part._seen(seq_len, num_heads, None, is_causal)
     return part._counts(seq_len, num_heads, is_causal)
 
 
@@ -538,23 +538,23 @@ def pattern_for(layout: LayoutOfLength, length: int, is_ragged: bool = False) ->
     return Dilated((WHOLE,), (1,)) * layout if is_ragged or is_symbol(length) else layout_for(layout, length)
 
 
-_FUNCTIONS: dict[str, LayoutOfLength] = {}
+_FUNCTIONS: dict[str, BlockLayout | LayoutOfLength] = {}
 """The layout functions that exported programs call when they run, kept permanently."""
 
 
 @constant_when_traced
-def function_name(layout: LayoutOfLength) -> str:
+def function_name(layout: BlockLayout | LayoutOfLength) -> str:
     """Register a layout function, and return the name by which exported programs of this process find it."""
     name = f"{getattr(layout, '__qualname__', type(layout).__name__)} at {id(layout)}"
     _FUNCTIONS[name] = layout
     return name
 
 
-def function_of(name: str) -> LayoutOfLength:
+def function_of(name: str) -> BlockLayout | LayoutOfLength:
     if name not in _FUNCTIONS:
         raise ValueError(
-            f"layout function {name}: a program that was exported for any length calls it, and this process does not "
-            "know it; export in this process, or for one length, whose lists the program holds"
+            f"layout function {name}: a program that was exported for any length, or with lengths, calls it, and this "
+            "process does not know it; export in this process, or for one length, whose lists the program holds"
         )
     return _FUNCTIONS[name]
 
@@ -604,7 +604,7 @@ class Product(_Term):
         Args:
             num_kv_heads: heads of k and v, which determine the offsets; default: num_heads.
         """
-        keys = self._seen(seq_len, num_heads, num_kv_heads, False)
+        keys = self._counts(seq_len, num_heads, False, num_kv_heads)
         warn_of_blind(keys, f"{self.dilated._covering()}, if the layout has no empty rows")
         return keys
 
@@ -619,7 +619,7 @@ class Product(_Term):
         """
         head_dim = checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
-        return 4 * head_dim * int(self._seen(seq_len, num_heads, num_kv_heads, is_causal).sum())
+        return 4 * head_dim * int(self._counts(seq_len, num_heads, is_causal, num_kv_heads).sum())
 
     def _least_heads(self, head: int) -> int:
         return self.dilated._least_heads(head)
@@ -627,7 +627,7 @@ class Product(_Term):
     def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int, is_causal: bool) -> Axes:
         return plot_product(self, seq_len, head, num_heads, is_causal, ax)
 
-    def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
+    def _counts(self, seq_len: int, num_heads: int, is_causal: bool, num_kv_heads: int | None = None) -> Tensor:
         seq_len, num_heads = checks.positive("seq_len", seq_len), checks.positive("num_heads", num_heads)
         kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
         if num_heads % kv_heads:

@@ -264,30 +264,21 @@ WHOLE = 2**62
 """The segment length of a branch without segments: the whole sequence."""
 
 
-class Sight(NamedTuple):
-    """Describe queries and keys with a common stride: a query at p sees the keys at p + i * stride for low <= i <=
-    high, and `phantoms` zero keys."""
-
-    queries: Rows
-    keys: Rows
-    band: Band
-    phantoms: int = 0
-
-
 def sights(
     branches: Branches, branch: int, offset: int, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool
-) -> Iterator[Sight]:
+) -> Iterator[Part]:
     """Yield what the queries at positions `queries` see of the keys at positions `keys`, both [start, stop).
 
     `branch` is the branch's number in `branches`, `offset` the offset of the heads in it, or `ALL`. The `start` of rows
-    is a position here. A sight may be empty.
+    is a position here: with the common stride of both, a query at p sees the keys at p + i * stride for low <= i <=
+    high. A part may be empty.
     """
     leading = branches.leading[branch] if branches.leading else 0
     low, high = branches.bands[branch] if branches.bands else EVERY
     if leading:
         first, later = (queries[0], min(leading, queries[1])), (max(leading, queries[0]), queries[1])
-        yield Sight(_interval(*later), _interval(keys[0], min(leading, keys[1])), EVERY)
-        yield Sight(_interval(*first), _interval(*keys), (None, 0 if is_causal else None))
+        yield Part(_interval(*later), _interval(keys[0], min(leading, keys[1])), EVERY)
+        yield Part(_interval(*first), _interval(*keys), (None, 0 if is_causal else None))
     if is_causal:
         high = 0 if high is None else min(high, 0)
     some_queries, some_keys = ((max(start, leading), stop) for start, stop in (queries, keys))
@@ -301,7 +292,7 @@ def sights(
                 for lower, upper in (some_queries, some_keys)
             )
             short = -(-segment // rate) - max(0, -(-(stop - start - residue) // rate))
-            yield Sight(rows, columns, (low, high), 0 if is_causal or branches.compat is None else short)
+            yield Part(rows, columns, (low, high), 0 if is_causal or branches.compat is None else short)
 
 
 def parts_of(
@@ -311,7 +302,7 @@ def parts_of(
     """Yield the parts of a plan in which some query sees some key. Arguments are as in `sights`. Parts number rows of q
     and of k from positions `origins`."""
     first = not (branches.leading and branches.leading[branch])
-    for some_queries, some_keys, band, zeros in sights(branches, branch, offset, queries, keys, is_causal):
+    for some_queries, some_keys, band, zeros, _ in sights(branches, branch, offset, queries, keys, is_causal):
         found = visible(some_queries, some_keys, band)
         if found is not None:
             rows, columns, band = found
@@ -375,7 +366,7 @@ def _interval(start: int, stop: int) -> Rows:
 
 def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | None:
     """Return the queries that see a key, the keys that some query sees, and the band in rows of these; None if no query
-    sees a key. `band` counts strides between positions, as in a `Sight`."""
+    sees a key. `band` counts strides between positions, as in `sights`."""
     if queries.count <= 0 or keys.count <= 0:
         return None
     shift = (keys.start - queries.start) // queries.stride

@@ -62,10 +62,15 @@ def fixed(value: Any) -> Any:
     return index(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def in_export() -> bool:
+    """Return whether torch.export records a graph."""
+    return torch.compiler._is_exporting_flag  # PyTorch 2.8 takes is_exporting() for true in every graph
+
+
 def is_symbol(size: int) -> bool:
     """Return whether a size is a symbol of a graph that torch.export records, which may have another value when it
     runs."""
-    if not torch.compiler._is_exporting_flag:  # PyTorch 2.8 takes is_exporting() for true in every graph
+    if not in_export():
         return False
     from torch.fx.experimental import symbolic_shapes
 

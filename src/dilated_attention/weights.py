@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern, branched_factor
+from dilated_attention.call import Pattern, as_autocast, branched_factor, without_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
@@ -61,8 +61,9 @@ def attention_weights(
             f"for; use {without_padding(pattern)!r}, whose weights are those without padding"
         )
     checks.not_mapped("attention_weights", q, k)
-    device = q.device.type if isinstance(q, Tensor) else "cpu"
-    with torch.autocast(device, enabled=False):
+    q, k, _ = as_autocast(q, k, k, if_mixed=True)
+    checks.dense(q, k, k)
+    with without_autocast(q):
         _, lse = attention(
             q, k, k, pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, return_lse=True
         )

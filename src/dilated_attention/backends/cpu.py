@@ -31,8 +31,6 @@ AVX512, AMX = map(X86_SETS.index, ("AVX-512", "AMX with bfloat16"))
 HIGHEST_IN_FLOAT32 = 1 if ARM64 else AVX512
 """The highest instruction set whose kernels multiply in float32, whatever the dtype of the tensors."""
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
-MAX_HEAD_DIM = 256
-MAX_TOKENS = 2**30
 ONE_THREAD = 2**19
 """The most work, in score entries times head_dim, that one thread does alone."""
 
@@ -58,15 +56,7 @@ def refusal(facts: Facts) -> str | None:
     """Return why this backend cannot serve a call, and what would serve it; None if it can."""
     if facts.device.type != "cpu":
         return f"the kernels run on CPUs, not {facts.device.type}"
-    if (why := missing()) is not None:
-        return why
-    if facts.dtype not in TYPES:
-        return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
-    if facts.head_dim > MAX_HEAD_DIM:
-        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
-    if facts.seq_len > MAX_TOKENS:
-        return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
-    return None
+    return missing() or tiles.refusal(facts)
 
 
 def on_request(facts: Facts) -> str | None:

@@ -76,8 +76,7 @@ def _installed(module: str) -> bool:
 def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
     """Compute the same as `fused.forward`, for scores without bias, dropout and softcap."""
     is_causal, scale, bias, pairs, _ = scores
-    assert bias is None
-    assert pairs is None
+    assert bias is pairs is None
     number, module = _library(q)
     views = [aligned(x).transpose(1, 2) for x in (q, k, v)]
     if number == 2:
@@ -95,8 +94,7 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
 def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
     """Compute the same as `fused.backward`, for scores without bias, dropout and softcap."""
     is_causal, scale, bias, pairs, _ = scores
-    assert bias is None
-    assert pairs is None
+    assert bias is pairs is None
     head_dim = q.shape[-1]
     if merged.dlse is not None and head_dim + 8 > MAX_HEAD_DIM:
         return fused.backward(scores, merged, q, k, v)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dilated_attention import torch_internals
 from dilated_attention.backends.dropout import Pairs
+from dilated_attention.merge import running
 from dilated_attention.torch_internals import constant_when_traced
 
 Queries = Float[Tensor, "batch heads queries dim"]
@@ -221,8 +222,7 @@ def _plain_forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
     if q[..., 0].numel() * k.shape[2] <= chunk:
         part, lse = _plain_part(scores, q, k, v)
         return part.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
-    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = (x.transpose(1, 2) for x in running(q.transpose(1, 2), covered=True))
     for problems, heads, rows, keys in _chunks(q, k, scores.is_causal, chunk):
         here, there = (problems, heads, rows), (problems, heads, keys)
         out[here], lse[here] = _plain_part(scores.part(*here, keys), q[here], k[there], v[there], rows.start)

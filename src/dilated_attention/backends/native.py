@@ -232,12 +232,8 @@ def _blocks(batches: int, segments: int, residues: int, folds: bool) -> Iterator
     """
     batch, segment, residue = range(batches), range(segments), range(residues)
     if len(batch) * len(segment) < len(residue) * (1 if folds else len(batch)):
-        return product(_each(batch), _each(segment), [residue])
-    return product([batch] if folds else _each(batch), [segment], _each(residue))
-
-
-def _each(indices: range) -> list[range]:
-    return [indices[i : i + 1] for i in range(len(indices))]
+        return product(_pieces(batch, batches), _pieces(segment, segments), [residue])
+    return product(_pieces(batch, 1 if folds else batches), [segment], _pieces(residue, residues))
 
 
 def _pieces(indices: range, number: int) -> list[range]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import Layouts
 from dilated_attention.cache import lasting
 from dilated_attention.errors import UnsupportedError
@@ -38,9 +39,22 @@ EDGES = slice(TILE_FIELDS + 3, None, SPAN_FIELDS), slice(TILE_FIELDS + 4, None, 
 UNMASKED = {"queries": (2**30, -(2**30)), "keys": (-(2**30), 2**30)}
 """The diagonals that hide nothing, for each side of tiles."""
 
+MAX_HEAD_DIM = 256
+MAX_TOKENS = 2**30
 MAX_SPANS = 8
 MAX_PERIOD = 512
 MAX_EXTRA_STEPS = 1.05
+
+
+def refusal(facts: Facts) -> str | None:
+    """Return why no kernel that reads these tables can serve a call; None if one can."""
+    if facts.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
+    if facts.head_dim > MAX_HEAD_DIM:
+        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
+    if facts.seq_len > MAX_TOKENS:
+        return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,6 @@ from dilated_attention.torch_internals import constant_when_traced, on_default_s
 Tensors = Mapping[str, Any]
 """The tensors of a call by their names in the kernel; None for a tensor that the call does not have."""
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
-MAX_TOKENS = 2**30
 LEAST_BOXED = 512  # programs of a launch from which kernels/hopper.py pays for the host's work on its descriptors
 MOST_BOUND = 64  # the most `Bound` launches kept per kernel and table
 WIDE_FROM = 2**31
@@ -77,15 +74,7 @@ Part 3 of such a file gives the values of `least` above: on an H200 those of a c
 
 def refusal(facts: Facts) -> str | None:
     """Return why this backend cannot serve a call, and what would serve it; None if it can."""
-    if (why := _refusal_of(facts.device)) is not None:
-        return why
-    if facts.dtype not in DTYPES:
-        return f"the kernels have no {facts.dtype}; use float16, bfloat16 or float32"
-    if facts.head_dim > MAX_HEAD_DIM:
-        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
-    if facts.seq_len > MAX_TOKENS:
-        return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
-    return None
+    return _refusal_of(facts.device) or tiles.refusal(facts)
 
 
 @constant_when_traced
