@@ -5,7 +5,6 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dilated_attention import UnsupportedError
 from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention
 from dilated_attention.plumbing import Tables
@@ -35,14 +34,9 @@ class SelectedAttention(nn.Module):
         memory: None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """Return the attention's output, shaped like x. Arguments as in `SelfAttention`; memory is not used.
-
-        Raises UnsupportedError with first_only, or unless is_causal.
-        """
-        if not is_causal or first_only:
-            raise UnsupportedError(
-                "an encoder with config.selection is not supported: attention that selects is causal"
-            )
+        """Return the attention's output, shaped like x. Arguments as in `SelfAttention`; memory is not used."""
+        assert is_causal
+        assert not first_only
         if self.selected.mesh is not None:
             self.selected.seq_len = seq_len
         return self.selected(x, rotary, cu_seqlens=cu_seqlens)
