@@ -55,7 +55,7 @@ from dilated_attention.integrations.own_attention import (
 )
 from dilated_attention.integrations.positions import extend_positions as extend_positions
 from dilated_attention.integrations.positions import position_table, require_positions
-from dilated_attention.plumbing import as_autocast, checks, table
+from dilated_attention.plumbing import as_autocast, checks, require_when_run, table
 
 NAME = "dilated_attention"
 
@@ -230,7 +230,7 @@ def dilate(
     if layers not in ("all", "full"):
         raise ValueError(f'layers must be "all" or "full"; got {layers!r}')
     _require_transformers(model)
-    pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+    pattern = Dilated(segment_lengths, dilation_rates, offsets, head_groups)  # type: ignore[arg-type]
     table.check_name(backend)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
@@ -623,7 +623,8 @@ def attention_forward(
     pattern, backend = pattern_of(module.config)
     if not torch.compiler.is_compiling():
         _REPORTED[module] = repr(pattern)
-    shown = _shown_of(module, q, k, attention_mask, is_causal, dilated=True)
+    shown = _shown_of(module, q, k, attention_mask, is_causal)
+    _require_self_attention(module, shown, attention_mask, is_causal)
     if shown.q_start:
         if dropout:
             raise UnsupportedError(
@@ -710,50 +711,57 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 def _over_tokens(mask: Mask, batch: int, queries: int, keys: int) -> Mask:
     """Return what a mask over tokens shows, such as LayoutLM and MarkupLM make: `(batch or 1, 1, 1, keys)`, 0 at real
-    tokens and less than -1,000 at padding. Return any other mask as it is."""
-    if not isinstance(mask, Tensor) or mask.shape[1:] != (1, 1, keys) or torch.compiler.is_compiling():
+    tokens and less than -1,000 at padding. Return any other mask as it is; a compiled graph raises when it gets one
+    with other values."""
+    if not isinstance(mask, Tensor) or mask.shape[1:] != (1, 1, keys) or not mask.is_floating_point():
         return mask
     hidden = mask[:, 0, 0] < -1000
-    if not mask.is_floating_point() or (mask[:, 0, 0].bool() != hidden).any():
+    readable, traced = (mask[:, 0, 0].bool() == hidden).all(), torch.compiler.is_compiling()
+    if traced:
+        require_when_run(readable, "attention_mask must hold 0 at real tokens, below -1,000 at padding")
+    elif not readable:
         return mask
     hidden = hidden.expand(batch, -1)
-    return Shown(False, q_start=keys - queries, queries=queries, keys=keys, hidden=hidden if hidden.any() else None)
+    some = hidden if traced or hidden.any() else None
+    return Shown(False, q_start=keys - queries, queries=queries, keys=keys, hidden=some)
 
 
-def _shown_of(
-    module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None, *, dilated: bool = False
-) -> Shown:
-    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer.
-
-    A dilated layer without a mask has no cache.
-    """
+def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
     queries, keys = q.shape[1], k.shape[1]
     mask = _over_tokens(mask, len(q), queries, keys)
     if isinstance(mask, Refused):
         raise mask.error
     if mask is None:
-        past = 0 if dilated else keys - queries
-        causal = _is_causal(module, is_causal) and (dilated or queries > 1)
-        mask = Shown(causal, q_start=past, queries=queries, keys=past + queries)
-    elif not isinstance(mask, Shown):
+        causal = _is_causal(module, is_causal) and queries > 1
+        return Shown(causal, q_start=keys - queries, queries=queries, keys=keys)
+    if not isinstance(mask, Shown):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnsupportedError(
             f"attention_mask of shape {shape}: masks over pairs are not supported; give a mask over tokens, "
-            f"(batch, seq){'' if dilated else f', or {REMEDY}'}"
+            f"(batch, seq), or {REMEDY}"
         )
-    beside = dilated and (
-        getattr(module, "is_cross_attention", False) or mask.q_start + mask.queries - mask.k_start != mask.keys
-    )
-    if beside or (mask.queries, mask.keys) != (queries, keys):
+    if (mask.queries, mask.keys) != (queries, keys):
         raise UnsupportedError(
             f"{type(module).__name__}: {queries} queries over {keys} keys, where the mask has {mask.queries} and "
-            f"{mask.keys}; {'only self-attention is supported' if dilated else REMEDY}"
+            f"{mask.keys}; {REMEDY}"
         )
-    if dilated and is_causal not in (None, mask.is_causal):
+    return mask
+
+
+def _require_self_attention(module: nn.Module, shown: Shown, mask: Mask, is_causal: bool | None) -> None:
+    """Raise UnsupportedError unless a layer attends to its own tokens, and those in a cache that its mask tells of, as
+    a dilated pattern can. is_causal: what the model passes to its attention; a mask must agree with it."""
+    stop = shown.q_start + shown.queries - shown.k_start
+    if getattr(module, "is_cross_attention", False) or stop != shown.keys or (mask is None and shown.q_start):
         raise UnsupportedError(
-            f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={mask.is_causal}"
+            f"{type(module).__name__}: {shown.queries} queries over {shown.keys} keys; only self-attention is supported"
         )
-    return _require_plain(mask) if dilated else mask
+    if mask is not None and is_causal not in (None, shown.is_causal):
+        raise UnsupportedError(
+            f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={shown.is_causal}"
+        )
+    _require_plain(shown)
 
 
 def _require_plain(shown: Mask) -> Shown:

@@ -40,10 +40,13 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     length = checks.positive("length", length)
     found, config = _position_tables(model), model.config.get_text_config()
     rotary = any("Rotary" in type(module).__name__ for module in model.modules())
-    if not found and not (rotary and getattr(config, "max_position_embeddings", None)):
+    counts = [f"max_{part}position_embeddings" for part in ("", "encoder_", "decoder_")]  # the last two of LED
+    counts = [name for name in counts if getattr(config, name, None)]
+    if not counts or not (found or rotary):
         raise UnsupportedError(
-            f"{type(model).__name__} has neither a table of learned positions nor rotary ones, which extend_positions "
-            "lengthens; an image model interpolates its own: give its forward interpolate_pos_encoding=True"
+            f"{type(model).__name__} has neither a table of learned positions nor rotary ones that "
+            "config.max_position_embeddings counts, which extend_positions raises; an image model interpolates its "
+            "own: give its forward interpolate_pos_encoding=True"
         )
     rotations = _rotations(config) if rotary else []
     # Places of some models begin after a row for padding, or two.
@@ -52,8 +55,10 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     most = max(tokens, default=getattr(config, "max_position_embeddings", 0))
     if length <= most:
         raise ValueError(f"length must be above the {most} tokens that the model takes already; got {length}")
+    # The number of rows, where there is a table with a row for padding, is what a configuration holds.
+    padded = max((x for (_, table), x in zip(found, firsts, strict=True) if table.padding_idx is not None), default=0)
     for (owner, embedding), first, count in zip(found, firsts, tokens, strict=True):
-        rows = torch.arange(first + length, device=embedding.weight.device)
+        rows = torch.arange(max(first, padded) + length, device=embedding.weight.device)
         rows[first:] = first + (rows[first:] - first) % count
         embedding.weight = nn.Parameter(embedding.weight.detach()[rows], embedding.weight.requires_grad)
         embedding.num_embeddings = len(rows)
@@ -61,13 +66,20 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
             if name in ("position_ids", "token_type_ids"):
                 longer = torch.arange(len(rows)) if name == "position_ids" else torch.zeros(len(rows), dtype=torch.long)
                 setattr(owner, name, longer[None].to(buffer))
+    for module in model.modules():
+        mask = getattr(module, "bias", None)
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:  # GPT-Neo and ImageGPT: earlier keys, or a window
+            window = config.window_size if getattr(module, "attention_type", None) == "local" else length
+            earlier = mask.new_ones(1, 1, length, length).tril()
+            module.bias = earlier & ~earlier.tril(-window)
     for rotation in rotations:
         if rotation["rope_type"] in ("yarn", "longrope") and rotation.get("factor") is None:
             first = rotation.setdefault("original_max_position_embeddings", config.max_position_embeddings)
             rotation["factor"] = config.max_position_embeddings / first
-    # The number of rows, where there is a table with a row for padding, is what a configuration holds.
-    padded = [first for (_, embedding), first in zip(found, firsts, strict=True) if embedding.padding_idx is not None]
-    config.max_position_embeddings = length + max(padded, default=0)
+    if getattr(config, "max_relative_positions", 1) < 1:  # DeBERTa would count as many of them as tokens
+        config.max_relative_positions = config.max_position_embeddings
+    for name in counts:
+        setattr(config, name, length + padded)
     return model
 
 
@@ -76,7 +88,7 @@ def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embeddi
     found = [
         (owner, table)
         for owner in model.modules()
-        for name in ("position_embeddings", "wpe", "embed_positions")
+        for name in (*(f"{part}position_embeddings" for part in ("", "box_", "visual_")), "wpe", "embed_positions")
         if isinstance(table := getattr(owner, name, None), nn.Embedding)
     ]
     for owner, table in found:
@@ -86,10 +98,11 @@ def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embeddi
                 f"{name} has a table of sinusoids, {type(table).__name__}, which do not repeat; transformers makes a "
                 "longer one: from_pretrained(..., max_position_embeddings=length, ignore_mismatched_sizes=True)"
             )
-        if isinstance(places, Tensor) and not places.is_meta and places.flatten()[:1].any():
+        shifted = isinstance(places, Tensor) and not places.is_meta and places.flatten()[:1].any()
+        if shifted or hasattr(table, "max_length"):  # ProphetNet looks further than its last token
             raise UnsupportedError(
-                f"{name} counts positions from {int(places.flatten()[0])}: extend_positions cannot tell which rows of "
-                "its table are positions; choose a model that counts from 0"
+                f"{name} counts positions in a way of its own: extend_positions cannot tell which rows of its table "
+                "are positions; choose a model that counts from 0"
             )
     return found
 
