@@ -102,9 +102,7 @@ class LongNetEncoder(LongNetStack):
         self, config: LongNetConfig, *, backend: str = "auto", cross_attention: bool = False, gain: float | None = None
     ) -> None:
         if config.selection is not None:
-            raise UnsupportedError(
-                "an encoder with config.selection is not supported: attention that selects is causal"
-            )
+            raise UnsupportedError("an encoder with config.selection is not supported: such attention is causal")
         super().__init__(config, backend=backend, cross_attention=cross_attention, gain=gain)
 
     def forward(
