@@ -622,9 +622,19 @@ def attention_forward(
             _REPORTED[module] = ", ".join(filter(None, (shown.words, f"softcap {softcap}" if softcap else "", how)))
         return own_out, None
     pattern, backend = pattern_of(module.config)
+    stop = shown.q_start + shown.queries - shown.k_start
+    unknown_past = attention_mask is None and shown.q_start
+    if getattr(module, "is_cross_attention", False) or stop != shown.keys or unknown_past:
+        raise UnsupportedError(
+            f"{type(module).__name__}: {shown.queries} queries over {shown.keys} keys; only self-attention is supported"
+        )
+    if attention_mask is not None and is_causal not in (None, shown.is_causal):
+        raise UnsupportedError(
+            f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={shown.is_causal}"
+        )
+    _require_plain(shown)
     if not torch.compiler.is_compiling():
         _REPORTED[module] = repr(pattern)
-    _require_self_attention(module, shown, attention_mask, is_causal)
     if shown.q_start:
         if dropout:
             raise UnsupportedError(
@@ -716,21 +726,6 @@ def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bo
             f"{mask.keys}; {REMEDY}"
         )
     return mask
-
-
-def _require_self_attention(module: nn.Module, shown: Shown, mask: Mask, is_causal: bool | None) -> None:
-    """Raise UnsupportedError unless a layer attends to its own tokens and those in a cache that its mask counts, and
-    `is_causal`, which the model passes to its attention, agrees with the mask."""
-    stop = shown.q_start + shown.queries - shown.k_start
-    if getattr(module, "is_cross_attention", False) or stop != shown.keys or (mask is None and shown.q_start):
-        raise UnsupportedError(
-            f"{type(module).__name__}: {shown.queries} queries over {shown.keys} keys; only self-attention is supported"
-        )
-    if mask is not None and is_causal not in (None, shown.is_causal):
-        raise UnsupportedError(
-            f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={shown.is_causal}"
-        )
-    _require_plain(shown)
 
 
 def _require_plain(shown: Mask) -> Shown:

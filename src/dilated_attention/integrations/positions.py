@@ -77,6 +77,9 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
     return model
 
 
+_TABLES = "position_embeddings", "box_position_embeddings", "visual_position_embeddings", "wpe", "embed_positions"
+
+
 def require_transformers(model: Any) -> None:
     """Raise ValueError unless `model` is one of transformers."""
     if not isinstance(model, PreTrainedModel):
@@ -92,7 +95,7 @@ def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embeddi
     found = [
         (owner, table, getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1))
         for owner in model.modules()
-        for name in (*(f"{part}position_embeddings" for part in ("", "box_", "visual_")), "wpe", "embed_positions")
+        for name in _TABLES
         if isinstance(table := getattr(owner, name, None), nn.Embedding)
     ]
     for owner, table, _ in found:
