@@ -44,7 +44,7 @@ def cached_attention(
         True
     """
     _check(q, k, v, scale, sinks)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
         out = attention(q, k, v, pattern, is_causal=True, scale=scale, sinks=sinks, q_start=k.shape[1] - q.shape[1])
     assert isinstance(out, Tensor)
     return out
@@ -103,7 +103,7 @@ def first_token_attention(
     query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
     bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone
     k, v = (x.masked_fill((count == 0).T[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
         scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
         weight = scores.softmax(-1).masked_fill((count == 0)[:, None], 0.0)
         out = torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None]
@@ -137,7 +137,7 @@ def newest_attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
         if hidden is not None:
             k, v = (x.masked_fill(hidden[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
         scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
