@@ -138,6 +138,10 @@ def test_refusals():
         convert_attention(nn.MultiheadAttention(16, 4), *WHOLE)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn: segment_lengths and dilation_rates"):
         convert_attention(encoder(), [4, 8], [1])
+    with pytest.raises(
+        ValueError, match=r"self_attn: dilation_rates must hold positive integers, one per branch; got 1"
+    ):
+        convert_attention(encoder(), [4], 1)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn: backend must be one of .*got 'x'"):
         convert_attention(encoder(), *WHOLE, backend="x")
     model = encoder()

@@ -121,6 +121,45 @@ def test_extended_positions_repeat_and_are_saved(name, tmp_path):
         assert torch.equal(places[32:], places[:8])
 
 
+HALVES = {
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_layers": 1, "decoder_layers": 1,
+}  # fmt: skip
+_LAYERS = {**MLP, "num_hidden_layers": 1, "num_attention_heads": 4}
+EXTENDED: dict[str, dict] = {
+    "DebertaV2": {**_LAYERS, "relative_attention": True, "pos_att_type": ["c2p"], "position_buckets": 8},
+    "GPTNeo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "ImageGPT": {"n_head": 4, "n_layer": 2},
+    "LED": {
+        **HALVES, "attention_window": 8, "max_encoder_position_embeddings": 16, "max_decoder_position_embeddings": 16
+    },
+    "Lilt": {**_LAYERS, "channel_shrink_ratio": 2, "hidden_size": 48, "max_position_embeddings": 17},
+    "Luke": {**_LAYERS, "entity_vocab_size": 10, "entity_emb_size": 8, "max_position_embeddings": 17},
+    "VisualBert": {**_LAYERS, "visual_embedding_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTENDED)
+def test_all_that_counts_positions_is_extended(name, tmp_path):
+    """Masks and other tables grow with the table of the tokens, and the saved model is the same."""
+    config = getattr(transformers, f"{name}Config")(
+        **{"vocab_size": 60, "hidden_size": 32, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1}
+        | {"eos_token_id": 2, "decoder_start_token_id": 1, **EXTENDED[name]}
+    )
+    model = getattr(transformers, f"{name}Model")(config).eval()
+
+    def states(model, tokens):
+        return model(tokens, **{"decoder_input_ids": tokens} if config.is_encoder_decoder else {})[0]
+
+    tokens = torch.randint(4, 60, (2, 40))
+    before = states(model, tokens[:, :16])
+    longer = states(extend_positions(model, 40), tokens)
+    torch.testing.assert_close(states(model, tokens[:, :16]), before)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(states(again, tokens), longer)
+
+
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
 LONGROPE = {
     "rope_type": "longrope", "original_max_position_embeddings": 16, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4
@@ -171,12 +210,17 @@ def test_positions_that_cannot_be_extended():
         UnsupportedError, match=r"ViTForImageClassification has neither .*interpolate_pos_encoding=True"
     ):
         extend_positions(model_of("ViT"), 64)
+    config = transformers.WhisperConfig(**HALVES, d_model=32, vocab_size=60, pad_token_id=0, eos_token_id=2)
+    with pytest.raises(UnsupportedError, match=r"WhisperModel has neither .* or no config\.max_position_embeddings"):
+        extend_positions(transformers.WhisperModel(config), 2000)
     for name, message in (
-        ("Nystromformer", "Embeddings counts positions from 2: "),
-        ("Yoso", "Embeddings counts positions from 2: "),
+        ("Nystromformer", "NystromformerEmbeddings counts positions in a way of its own: "),
+        ("Yoso", "YosoEmbeddings counts positions in a way of its own: "),
+        ("ProphetNet", "ProphetNetEncoder counts positions in a way of its own: "),
         ("RoFormer", "sinusoids, RoFormerSinusoidalPositionalEmbedding, which do not repeat"),
     ):
-        config = getattr(transformers, f"{name}Config")(**WIDTH, **MLP, max_position_embeddings=16)
+        sizes = {"hidden_size": 32, "vocab_size": 60} if name == "ProphetNet" else {**WIDTH, **MLP}
+        config = getattr(transformers, f"{name}Config")(**sizes, max_position_embeddings=16)
         model = getattr(transformers, f"{name}Model")(config)
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(UnsupportedError, match=message):
@@ -481,6 +525,35 @@ def test_refusals(case):
         dilate(model, **WHOLE)(torch.randint(3, 60, (2, 8)), **arguments)
 
 
+def test_a_compiled_model_that_makes_a_mask_over_tokens_itself(compiling_python):
+    """Values that are no mask are noticed when the graph runs."""
+    compiling_python(
+        """
+        import torch
+        from transformers import LayoutLMConfig, LayoutLMModel
+        from dilated_attention.integrations.huggingface import attention_forward, dilate
+
+        width = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=60)
+        model = dilate(LayoutLMModel(LayoutLMConfig(**width)).eval(), [4, 16], [1, 4])
+        tokens, mask = torch.randint(60, (2, 21)), torch.ones(2, 21, dtype=torch.int64)
+        mask[0, :5], mask[1, 7] = 0, 0
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for real in (mask, torch.ones_like(mask)):
+            out, expected = (m(tokens, attention_mask=real)[0][real.bool()] for m in (compiled, model))
+            torch.testing.assert_close(out, expected)
+        layer, heads = model.encoder.layer[0].attention.self, torch.randn(3, 2, 4, 21, 8)
+        attend = torch.compile(lambda bias: attention_forward(layer, *heads, bias)[0], fullgraph=True)
+        attend(torch.zeros(2, 1, 1, 21))
+        try:
+            attend(torch.ones(2, 1, 1, 21))
+        except RuntimeError as error:
+            assert "attention_mask must hold 0 at real tokens, below -1,000 at padding" in str(error), error
+        else:
+            raise AssertionError("a bias passed for a mask")
+        """
+    )
+
+
 @pytest.mark.parametrize("name", ["LayoutLM", "MarkupLM"])
 def test_models_that_make_a_mask_over_tokens_themselves(name):
     config = getattr(transformers, f"{name}Config")(**WIDTH, **MLP)
@@ -727,6 +800,7 @@ def test_bad_configuration(options, message):
     ("pattern", "message"),
     [
         (([4], [1, 2]), "one entry per branch"),
+        ((4, 1), "segment_lengths must hold positive integers, one per branch; got 4"),
         (([4], [2], {"backend": "bogus"}), r"backend must be one of \('auto', .*'bogus'"),
         (([4], [2], {"offsets": [[0, 1, 0]]}), r"LlamaForCausalLM: offsets must have one entry per key-value head"),
         (([4], [2], {"offsets": [[0, 1, 0, 1]]}), "offsets must have one entry per key-value head"),

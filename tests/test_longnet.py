@@ -720,8 +720,14 @@ def test_a_model_that_selects(config, tmp_path):
     assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), model(tokens))
     with pytest.raises(UnsupportedError, match=r"generation is not supported with config\.selection"):
         model.generate(tokens, 2)
-    with pytest.raises(UnsupportedError, match=r"an encoder with config\.selection is not supported"):
-        LongNetEncoder(config)(tokens)
+    vectors = dataclasses.replace(config, vocab_size=None)
+    for kind, wrong in (
+        (LongNetEncoder, config),
+        (GigaPathSlideEncoder, GigaPathConfig(encoder=vectors)),
+        (LongViT, LongViTConfig(encoder=vectors)),
+    ):
+        with pytest.raises(UnsupportedError, match=r"an encoder with config\.selection is not supported"):
+            kind(wrong)
     with pytest.raises(UnsupportedError, match=r"LongNetAttention with config\.selection is not supported"):
         LongNetAttention(config)
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    EsmcConfig,
+    EsmcModel,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
@@ -33,13 +35,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
-from transformers.modeling_outputs import BaseModelOutput
 
 from dilated_attention import attention
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.integrations import own_attention
 from dilated_attention.integrations.huggingface import NAME, dilate, report
-from dilated_attention.integrations.own_attention import attend, read_arguments, read_mask
+from dilated_attention.integrations.own_attention import Shown, attend, read_arguments, read_mask
 from tolerances import relative_error
 from transformers_families import FAMILIES, OTHERS, REFUSED, build, build_other
 
@@ -297,17 +298,46 @@ def test_blocks_that_cannot_be_served():
         attend(replace(shown, blocks=torch.zeros(1, 4), queries=2, keys=3), q[:, :2], q[:, :3], q[:, :3], scale=None)
 
 
-def test_t5gemma2_is_refused():
-    """Its decoder joins the masks of its own and of the encoder's tokens; its encoder has windows of another kind."""
+def test_t5gemma2():
+    """Its encoder has windows of unequal sides; its decoder, which joins two masks, is refused."""
     encoder = {"text_config": SMALL_GEMMA, "vision_config": SMALL_VISION, "image_token_index": 96}
     config = T5Gemma2Config(encoder=encoder, decoder=SMALL_GEMMA, image_token_index=96)
     config._attn_implementation = NAME
     model = T5Gemma2ForConditionalGeneration(config).eval()
-    with pytest.raises(UnsupportedError, match=r'keys before, .*after a query.*attn_implementation="sdpa"'):
-        model(input_ids=_tokens(), decoder_input_ids=_tokens())
-    states = BaseModelOutput(last_hidden_state=torch.randn(2, TOKENS, 32))
     with pytest.raises(UnsupportedError, match=r'computes with its mask over pairs.*attn_implementation="sdpa"'):
-        model(encoder_outputs=states, decoder_input_ids=_tokens())
+        model(input_ids=_tokens(), decoder_input_ids=_tokens())
+    assert "window 3, after 4" in report(model)
+    with torch.no_grad():
+        for mask in _masks():
+            outputs = []
+            for implementation in ("eager", NAME, "sdpa"):
+                model.set_attn_implementation(implementation)
+                states = model.model.encoder(input_ids=_tokens(), attention_mask=mask).last_hidden_state
+                outputs.append(states[mask.bool()])
+            _assert_close(*outputs)
+
+
+@pytest.mark.parametrize("places", ["together", "apart", "apart, padded"])
+def test_chains_that_see_themselves(places):
+    """ESMC gives each token the number of its chain, -1 at padding."""
+    chains = torch.arange(TOKENS).expand(2, -1) // 8 % (2 if "apart" in places else TOKENS)
+    if "padded" in places:
+        chains = chains.masked_fill(torch.arange(TOKENS) >= torch.tensor([[TOKENS], [TOKENS - 9]]), -1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = EsmcConfig(**sizes, vocab_size=97, pad_token_id=1)
+    model, outputs = EsmcModel(config).eval(), []
+    for implementation in ("eager", NAME, "sdpa"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            outputs.append(model(_tokens(), sequence_id=chains).last_hidden_state[chains >= 0])
+    _assert_close(*outputs)
+
+
+def test_samples_in_any_order_with_a_window_are_refused():
+    q = torch.randn(1, 4, 2, 8)
+    shown = Shown(True, window=2, samples=torch.tensor([[0, 1, 1, 0]]), queries=4, keys=4)
+    with pytest.raises(UnsupportedError, match=r"packed samples in any order.*sdpa"):
+        attend(shown, q, q, q)
 
 
 def test_the_number_of_families_in_the_documents():

@@ -158,6 +158,10 @@ def test_no_slides(positions):
 def test_shapes_on_the_meta_device():
     model = LongViT.empty(LongViTConfig(image_size=64, encoder=ENCODER, num_classes=7))
     assert model(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 7)
+    slides = GigaPathSlideEncoder.empty(GigaPathConfig(in_chans=6, encoder=ENCODER))
+    tiles, coords = torch.empty(2, 9, 6, device="meta"), torch.empty(2, 9, 2, device="meta")
+    for global_pool in (False, True):
+        assert slides(tiles, coords, global_pool=global_pool).shape == (2, 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

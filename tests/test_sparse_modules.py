@@ -404,6 +404,12 @@ def test_no_tokens(make, shape):
     assert make(2, 1, 1)(torch.zeros(shape, dtype=torch.float64)).shape == shape
 
 
+@pytest.mark.parametrize("make", [native, mixture])
+def test_shapes_on_the_meta_device(make):
+    x = torch.empty(2, 40, 8, dtype=torch.float64, device="meta")
+    assert make(2, 1, 1).to("meta")(x).shape == x.shape
+
+
 @pytest.mark.parametrize("shape", [(5, 8), (1, 2, 5, 8), (2, 5, 7)])
 @pytest.mark.parametrize("make", [native, mixture])
 def test_other_shapes(make, shape, unchecked):

@@ -148,10 +148,12 @@ def test_budgets_of_numpy():
         assert suggest_pattern(1000, 4, budget=budget) == suggest_pattern(1000, 4, budget=like)
 
 
-def test_rates_beyond_the_sequence_are_not_tried():
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seq_len", [100, 2**40])
+def test_rates_that_cannot_be_cheaper_are_not_tried(seq_len, is_causal):
     said = []
-    for largest_rate in (99, 2**40):
+    for largest_rate in (1 << 16, 2**40):
         with pytest.raises(ValueError, match="budget=1 is too small") as error:
-            suggest_pattern(100, 4, budget=1, largest_rate=largest_rate)
+            suggest_pattern(seq_len, 4, budget=1, largest_rate=largest_rate, is_causal=is_causal)
         said.append(str(error.value))
     assert said[0] == said[1]

@@ -150,6 +150,21 @@ def _phi4_multimodal() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
     return config, {"input_ids": _random_tokens(43)}
 
 
+def _moonshine_streaming() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
+    from transformers import MoonshineStreamingConfig
+
+    sizes = {name: x for name, x in _text(num_key_value_heads=4).items() if name != "sliding_window"}
+    encoder = {**sizes, "num_hidden_layers": 3, "sliding_windows": ((9, 4), (9, 0), (9, 9))}
+    config = MoonshineStreamingConfig(
+        **sizes, encoder_config=encoder, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1
+    )
+    sound = torch.randn(2, 80 * 80, generator=torch.Generator().manual_seed(1))
+    heard = torch.ones(2, 80 * 80, dtype=torch.long)
+    heard[1, 80 * 50 :] = 0
+    tokens = {"decoder_input_ids": _random_tokens(9)}
+    return config, {"input_values": sound, "attention_mask": heard, **tokens}
+
+
 def _voxtral_realtime() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
     from transformers import VoxtralRealtimeConfig
 
@@ -165,6 +180,7 @@ def _random_tokens(count: int) -> Tensor:
 
 OTHERS: dict[str, tuple[Callable[[], tuple[PreTrainedConfig, dict[str, Tensor]]], str, dict[str, str]]] = {
     "mimi": (_mimi, "MimiModel", {}),
+    "moonshine_streaming": (_moonshine_streaming, "MoonshineStreamingForConditionalGeneration", {}),
     "phi4_multimodal": (
         _phi4_multimodal,
         "Phi4MultimodalForCausalLM",

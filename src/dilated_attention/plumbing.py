@@ -23,4 +23,4 @@ from dilated_attention.parallel.sharding import agreed_seed, from_rank, require_
 from dilated_attention.patterns import describe_unserved
 from dilated_attention.pictures import plot_places
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated, progressions
-from dilated_attention.torch_internals import flattened, hooked, without_overrides
+from dilated_attention.torch_internals import flattened, hooked, require_when_run, without_overrides

@@ -155,11 +155,14 @@ class _Problem:
             first = _round_length(first - 1)
 
     def cheapest(self, largest_rate: int) -> Dilated:
-        patterns = [Dilated((self.seq_len,), (1,))]
-        for rate in range(2, min(largest_rate + 1, self.seq_len)):
-            if (first := self.least_first(rate)) < self.seq_len:
-                patterns.append(Dilated((first, self.seq_len), (1, rate)))
-        return min(patterns, key=self.cost)
+        least = Dilated((self.seq_len,), (1,))
+        for rate in range(2, largest_rate + 1):
+            first = self.least_first(rate)
+            # A longer first segment costs at least half as much as a shorter one.
+            if first >= self.seq_len or self.entries(first, 1) > 2 * self.cost(least):
+                break
+            least = min(least, Dilated((first, self.seq_len), (1, rate)), key=self.cost)
+        return least
 
     def longest_window(self, allowed: int, least: Dilated) -> Dilated:
         """Return `least`, which has two branches, with the longest first segment within `allowed` score entries."""

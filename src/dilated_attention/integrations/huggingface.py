@@ -54,8 +54,8 @@ from dilated_attention.integrations.own_attention import (
     real_first,
 )
 from dilated_attention.integrations.positions import extend_positions as extend_positions
-from dilated_attention.integrations.positions import position_table, require_positions
-from dilated_attention.plumbing import as_autocast, checks, table
+from dilated_attention.integrations.positions import position_table, require_positions, require_transformers
+from dilated_attention.plumbing import as_autocast, checks, require_when_run, table
 
 NAME = "dilated_attention"
 
@@ -229,8 +229,8 @@ def dilate(
     """
     if layers not in ("all", "full"):
         raise ValueError(f'layers must be "all" or "full"; got {layers!r}')
-    _require_transformers(model)
-    pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+    require_transformers(model)
+    pattern = Dilated(segment_lengths, dilation_rates, offsets, head_groups)  # type: ignore[arg-type]
     table.check_name(backend)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
@@ -295,7 +295,7 @@ def sparsify(
         >>> model(torch.randint(100, (1, 80))).last_hidden_state.shape
         torch.Size([1, 80, 32])
     """
-    _require_transformers(model)
+    require_transformers(model)
     if selector is not None and not callable(selector):
         raise ValueError(f"selector must be a function (q, k, ...) -> BlockLayout, or None; got {selector!r}")
     first = checks.integer("first", first, 0)
@@ -359,14 +359,6 @@ def _source(module: nn.Module) -> str:
             with suppress(OSError, TypeError):
                 return inspect.getsource(cls)
     return ""
-
-
-def _require_transformers(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model must be a transformers PreTrainedModel; got {type(model).__name__}. If it holds one, "
-            "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
-        )
 
 
 def _require_interface(part: PreTrainedModel) -> None:
@@ -606,59 +598,57 @@ def attention_forward(
         query: `(batch, heads, new, head_dim)`.
         key, value: `(batch, kv_heads, past + new, head_dim)`.
         attention_mask: what our mask function returned.
-        is_causal: decides without a mask (see `_is_causal`). With one, a dilated layer must agree; others ignore it.
+        is_causal: decides without a mask; None: `module.is_causal` does. A dilated layer's mask must agree with it.
         s_aux: what this library calls sinks.
         kwargs: other arguments of the model, refused if they would change the attention.
 
     Returns:
         out `(batch, new, heads, head_dim)`, and None in place of weights.
     """
-    options = getattr(module.config, NAME, None)
-    own = _is_own(options, attention_mask)
+    own = _is_own(getattr(module.config, NAME, None), attention_mask)
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    shown = _shown_of(module, q, k, attention_mask, is_causal)
+    given: dict[str, Any] = {"scale": scaling, "sinks": s_aux}
     if own:
-        given: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "sinks": s_aux, "softcap": softcap}
-        return _attend_own(module, q, k, v, attention_mask, is_causal, **given), None
+        given |= {"dropout_p": dropout, "softcap": softcap}
+        chosen = getattr(module, _CHOSEN, None)
+        if chosen is None or not chosen.serves(shown):
+            own_out = attend(shown, q, k, v, **given)
+            how = "by scaled_dot_product_attention, quicker here" if is_for_operator(shown, q, k, given) else ""
+        else:
+            own_out, how = chosen.attend(shown, q, k, v, **given)
+        if not torch.compiler.is_compiling():
+            _REPORTED[module] = ", ".join(filter(None, (shown.words, f"softcap {softcap}" if softcap else "", how)))
+        return own_out, None
     pattern, backend = pattern_of(module.config)
+    stop = shown.q_start + shown.queries - shown.k_start
+    unknown_past = attention_mask is None and shown.q_start
+    if getattr(module, "is_cross_attention", False) or stop != shown.keys or unknown_past:
+        raise UnsupportedError(
+            f"{type(module).__name__}: {shown.queries} queries over {shown.keys} keys; only self-attention is supported"
+        )
+    if attention_mask is not None and is_causal not in (None, shown.is_causal):
+        raise UnsupportedError(
+            f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={shown.is_causal}"
+        )
+    _require_plain(shown)
     if not torch.compiler.is_compiling():
         _REPORTED[module] = repr(pattern)
-    shown = _shown_of(module, q, k, attention_mask, is_causal, dilated=True)
     if shown.q_start:
         if dropout:
             raise UnsupportedError(
                 f"dropout={dropout} with a cache: use model.eval(), no past_key_values, or a model without "
                 "attention dropout"
             )
-        return _attend_cached(shown, q, k, v, pattern, scale=scaling, sinks=s_aux), None
+        return _attend_cached(shown, q, k, v, pattern, **given), None
     lengths, order = real_first(shown.hidden) if torch.compiler.is_compiling() else shown.real
     if order is not None:
         q, k, v = (permuted(x, order) for x in (q, k, v))
-    out = attention(
-        q, k, v, pattern, is_causal=shown.is_causal, scale=scaling, dropout_p=dropout, sinks=s_aux, lengths=lengths,
-        backend=backend,
-    )  # fmt: skip
+    given |= {"dropout_p": dropout, "lengths": lengths, "backend": backend}
+    out = attention(q, k, v, pattern, is_causal=shown.is_causal, **given)
     assert isinstance(out, Tensor)
     return (out if order is None else permuted(out, order.argsort(1))), None
-
-
-def _attend_own(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool | None, **options: Any
-) -> Tensor:
-    """Compute a model's own attention, or attention over chosen blocks where `sparsify` asks for it.
-
-    q, k, v and the result are shaped as in `attention`. options: scale, dropout_p, sinks and softcap of `attention`.
-    """
-    shown, chosen = _shown_of(module, q, k, mask, is_causal), getattr(module, _CHOSEN, None)
-    if chosen is None or not chosen.serves(shown):
-        out = attend(shown, q, k, v, **options)
-        how = "by scaled_dot_product_attention, quicker here" if is_for_operator(shown, q, k, options) else ""
-    else:
-        out, how = chosen.attend(shown, q, k, v, **options)
-    if not torch.compiler.is_compiling():
-        cap = f"softcap {options['softcap']}" if options["softcap"] else ""
-        _REPORTED[module] = ", ".join(filter(None, (shown.words, cap, how)))
-    return out
 
 
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
@@ -697,63 +687,45 @@ Mask = Shown | Refused | Tensor | None
 """The values that a layer can receive as its mask."""
 
 
-def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return whether a layer without a mask is causal. Layers over images, for example, have no mask.
-
-    is_causal: what the model passes to its attention; None: `module.is_causal` decides.
-    """
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-    if not isinstance(causal, bool):
-        raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
-    return causal
-
-
 def _over_tokens(mask: Mask, batch: int, queries: int, keys: int) -> Mask:
     """Return what a mask over tokens shows, such as LayoutLM and MarkupLM make: `(batch or 1, 1, 1, keys)`, 0 at real
-    tokens and less than -1,000 at padding. Return any other mask as it is."""
-    if not isinstance(mask, Tensor) or mask.shape[1:] != (1, 1, keys) or torch.compiler.is_compiling():
+    tokens and less than -1,000 at padding. Return any other mask as it is; in a graph, other values raise."""
+    if not isinstance(mask, Tensor) or mask.shape[1:] != (1, 1, keys) or not mask.is_floating_point():
         return mask
-    hidden = mask[:, 0, 0] < -1000
-    if not mask.is_floating_point() or (mask[:, 0, 0].bool() != hidden).any():
+    hidden, traced = mask[:, 0, 0] < -1000, torch.compiler.is_compiling()
+    readable = (mask[:, 0, 0].bool() == hidden).all()
+    if traced:
+        require_when_run(readable, "attention_mask must hold 0 at real tokens, below -1,000 at padding")
+    elif not readable:
         return mask
     hidden = hidden.expand(batch, -1)
-    return Shown(False, q_start=keys - queries, queries=queries, keys=keys, hidden=hidden if hidden.any() else None)
+    some = hidden if traced or hidden.any() else None
+    return Shown(False, q_start=keys - queries, queries=queries, keys=keys, hidden=some)
 
 
-def _shown_of(
-    module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None, *, dilated: bool = False
-) -> Shown:
-    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer.
-
-    A dilated layer without a mask has no cache.
-    """
+def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
+    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
     queries, keys = q.shape[1], k.shape[1]
     mask = _over_tokens(mask, len(q), queries, keys)
     if isinstance(mask, Refused):
         raise mask.error
-    if mask is None:
-        past = 0 if dilated else keys - queries
-        causal = _is_causal(module, is_causal) and (dilated or queries > 1)
-        mask = Shown(causal, q_start=past, queries=queries, keys=past + queries)
-    elif not isinstance(mask, Shown):
+    if mask is None:  # as in layers over images
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if not isinstance(causal, bool):
+            raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
+        return Shown(causal and queries > 1, q_start=keys - queries, queries=queries, keys=keys)
+    if not isinstance(mask, Shown):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnsupportedError(
             f"attention_mask of shape {shape}: masks over pairs are not supported; give a mask over tokens, "
-            f"(batch, seq){'' if dilated else f', or {REMEDY}'}"
+            f"(batch, seq), or {REMEDY}"
         )
-    beside = dilated and (
-        getattr(module, "is_cross_attention", False) or mask.q_start + mask.queries - mask.k_start != mask.keys
-    )
-    if beside or (mask.queries, mask.keys) != (queries, keys):
+    if (mask.queries, mask.keys) != (queries, keys):
         raise UnsupportedError(
             f"{type(module).__name__}: {queries} queries over {keys} keys, where the mask has {mask.queries} and "
-            f"{mask.keys}; {'only self-attention is supported' if dilated else REMEDY}"
+            f"{mask.keys}; {REMEDY}"
         )
-    if dilated and is_causal not in (None, mask.is_causal):
-        raise UnsupportedError(
-            f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={mask.is_causal}"
-        )
-    return _require_plain(mask) if dilated else mask
+    return mask
 
 
 def _require_plain(shown: Mask) -> Shown:

@@ -66,7 +66,7 @@ def convert_attention(
                 continue
             if child not in made:
                 try:
-                    pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), offsets, head_groups)
+                    pattern = Dilated(segment_lengths, dilation_rates, offsets, head_groups)  # type: ignore[arg-type]
                     made[child] = _dilated(child, pattern, backend)
                 except ValueError as error:
                     raise type(error)(f"{full}: {error}") from error

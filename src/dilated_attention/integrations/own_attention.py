@@ -78,11 +78,12 @@ class Shown(NotATensor):
     """Describe the keys that the queries of one forward see.
 
     A query at position p sees the key at position j iff all of these hold: j <= p if `is_causal`, unless both lie in
-    one of `blocks`; j > p - window (without causality: |p - j| <= window); both lie in one chunk; both belong to one
-    sample; and the key is not hidden.
+    one of `blocks`; j > p - window (without causality: -window <= j - p <= after); both lie in one chunk; both belong
+    to one sample; and the key is not hidden.
 
     Attributes:
         window: as in `config.sliding_window`; None: no window.
+        after: see above; None: as many keys as `window`.
         chunk: tokens per chunk, counted from each sample's first real token; None: no chunks.
         first_tokens: `(batch,)`, the position of each sample's first real token, from which its chunks are counted.
         samples: `(batch, seq)`, the number of the packed sample that each token belongs to; None: one sample per row.
@@ -94,6 +95,7 @@ class Shown(NotATensor):
 
     is_causal: bool
     window: int | None = None
+    after: int | None = None
     chunk: int | None = None
     first_tokens: Tensor | None = None
     samples: Tensor | None = None
@@ -143,7 +145,8 @@ class Shown(NotATensor):
     def words(self) -> str:
         """Say what a layer shows, in a few words. All layers of a forward share them."""
         words = ["causal" if self.is_causal or self.queries == 1 else "bidirectional"]
-        words += [f"{name} {x}" for name, x in (("window", self.window), ("chunk", self.chunk)) if x is not None]
+        limits = ("window", self.window), ("after", self.after), ("chunk", self.chunk)
+        words += [f"{name} {x}" for name, x in limits if x is not None]
         if self.window is None and self.chunk is None:
             words.append("all keys")
         others = ("packed", self.samples), ("blocks", self.blocks), ("padded", self.hidden)
@@ -182,9 +185,9 @@ def read_mask(mask_function: Callable[..., Any]) -> Shown:
     before, after = limits.pop("before", None), limits.pop("after", None)
     if after == 0:
         return Shown(True, None if before is None else before + 1, **limits)
-    if before != after or "blocks" in limits:
+    if (before is None) != (after is None) or "blocks" in limits:
         raise _unknown(f"{before} keys before, {after} after a query")
-    return Shown(False, before, **limits)
+    return Shown(False, before, None if after == before else after, **limits)
 
 
 def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
@@ -207,9 +210,11 @@ def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
         return dict.fromkeys(("before", "after"), values["sliding_window"])
     if kind == "_bidirectional_window_overlay":  # of Gemma 3 as an encoder
         return dict.fromkeys(("before", "after"), values["sliding_window"] - 1)
-    if kind == "sliding_window_mask_function":  # of T5Gemma 2
-        size, causal = values["sliding_window"], values["is_causal"]
-        return {"before": size - 1, "after": 0} if causal else {"before": (size + 1) // 2 - 1, "after": size // 2}
+    if kind == "sliding_window_mask_function":  # of T5Gemma 2; with a pair, of Moonshine
+        size = values["sliding_window"]
+        if isinstance(size, int):
+            size = (size, 1) if values["is_causal"] else ((size + 1) // 2, size // 2 + 1)
+        return {"before": size[0] - 1, "after": max(size[1] - 1, 0)}
     if kind == "chunked_overlay":
         return {"chunk": values["chunk_size"], "first_tokens": values["left_padding"]}
     if kind == "packed_sequence_mask_function":
@@ -352,9 +357,10 @@ def _pattern(shown: Shown, start: int, keys: int) -> tuple[Dilated | Window, int
     if shown.chunk is not None and shown.queries > 1:
         return Dilated((shown.chunk,), (1,)), 0
     span = max(1, shown.q_start - start + shown.queries, keys)
-    if shown.window is None or shown.window >= span or (shown.is_causal and shown.queries == 1):
+    window, after = shown.window, shown.window if shown.after is None else shown.after
+    if window is None or after is None or min(window, after) >= span or (shown.is_causal and shown.queries == 1):
         return Dilated((span,), (1,)), start
-    return Window(shown.window - 1) if shown.is_causal else Window(shown.window, shown.window), start
+    return Window(window - 1) if shown.is_causal else Window(window, after), start
 
 
 def _attend_each(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -442,6 +448,13 @@ def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
     samples = shown.samples
     assert samples is not None
     assert shown.hidden is None  # transformers looks for packed samples only where there is no padding mask
+    if (samples.diff(dim=1) < 0).any():  # of ESMC: a sample may lie in several places
+        if shown.window is not None or shown.chunk is not None:
+            raise _unknown("packed samples in any order")
+        order = samples.argsort(dim=1, stable=True)
+        q, k, v = (permuted(x, order) for x in (q, k, v))
+        shown = replace(shown, samples=samples.gather(1, order))
+        return permuted(_attend_packed(shown, q, k, v, options), order.argsort(1))
     begins = torch.ones_like(samples, dtype=torch.bool)
     begins[:, 1:] = samples[:, 1:] != samples[:, :-1]
     if shown.chunk is not None:

@@ -35,61 +35,81 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
         >>> model.config.max_position_embeddings
         2048
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model must be a transformers PreTrainedModel; got {type(model).__name__}")
+    require_transformers(model)
     length = checks.positive("length", length)
     found, config = _position_tables(model), model.config.get_text_config()
     rotary = any("Rotary" in type(module).__name__ for module in model.modules())
-    if not found and not (rotary and getattr(config, "max_position_embeddings", None)):
+    counts = [x for part in ("", "encoder_", "decoder_") if getattr(config, x := f"max_{part}position_embeddings", 0)]
+    if not counts or not (found or rotary):
         raise UnsupportedError(
-            f"{type(model).__name__} has neither a table of learned positions nor rotary ones, which extend_positions "
-            "lengthens; an image model interpolates its own: give its forward interpolate_pos_encoding=True"
+            f"{type(model).__name__} has neither a table of learned positions nor rotary ones, or no "
+            "config.max_position_embeddings to raise; an image model interpolates its own: give its forward "
+            "interpolate_pos_encoding=True"
         )
     rotations = _rotations(config) if rotary else []
-    # Places of some models begin after a row for padding, or two.
-    firsts = [getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1) for _, table in found]
-    tokens = [table.num_embeddings - first for (_, table), first in zip(found, firsts, strict=True)]
-    most = max(tokens, default=getattr(config, "max_position_embeddings", 0))
+    most = max((table.num_embeddings - first for _, table, first in found), default=getattr(config, counts[0]))
     if length <= most:
         raise ValueError(f"length must be above the {most} tokens that the model takes already; got {length}")
-    for (owner, embedding), first, count in zip(found, firsts, tokens, strict=True):
-        rows = torch.arange(first + length, device=embedding.weight.device)
-        rows[first:] = first + (rows[first:] - first) % count
+    # A configuration counts the rows for padding, too.
+    padded = max((first for _, table, first in found if table.padding_idx is not None), default=0)
+    for owner, embedding, first in found:
+        rows = torch.arange(max(first, padded) + length, device=embedding.weight.device)
+        rows[first:] = first + (rows[first:] - first) % (embedding.num_embeddings - first)
         embedding.weight = nn.Parameter(embedding.weight.detach()[rows], embedding.weight.requires_grad)
         embedding.num_embeddings = len(rows)
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            if name in ("position_ids", "token_type_ids"):
-                longer = torch.arange(len(rows)) if name == "position_ids" else torch.zeros(len(rows), dtype=torch.long)
-                setattr(owner, name, longer[None].to(buffer))
+        for name, step in (("position_ids", 1), ("token_type_ids", 0)):
+            if name in owner._buffers:
+                setattr(owner, name, step * torch.arange(len(rows))[None].to(owner._buffers[name]))
+    for module in model.modules():
+        mask = getattr(module, "bias", None)
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:  # GPT-Neo and ImageGPT: earlier keys, or a window
+            window = config.window_size if getattr(module, "attention_type", None) == "local" else length
+            earlier = mask.new_ones(1, 1, length, length).tril()
+            module.bias = earlier & ~earlier.tril(-window)
     for rotation in rotations:
         if rotation["rope_type"] in ("yarn", "longrope") and rotation.get("factor") is None:
             first = rotation.setdefault("original_max_position_embeddings", config.max_position_embeddings)
             rotation["factor"] = config.max_position_embeddings / first
-    # The number of rows, where there is a table with a row for padding, is what a configuration holds.
-    padded = [first for (_, embedding), first in zip(found, firsts, strict=True) if embedding.padding_idx is not None]
-    config.max_position_embeddings = length + max(padded, default=0)
+    if getattr(config, "max_relative_positions", 1) < 1:  # DeBERTa: as many as tokens
+        config.max_relative_positions = config.max_position_embeddings
+    for name in counts:
+        setattr(config, name, length + padded)
     return model
 
 
-def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embedding]]:
-    """Return (owner, table) for each table of learned positions. Raises UnsupportedError if it cannot be repeated."""
+_TABLES = "position_embeddings", "box_position_embeddings", "visual_position_embeddings", "wpe", "embed_positions"
+
+
+def require_transformers(model: Any) -> None:
+    """Raise ValueError unless `model` is one of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model must be a transformers PreTrainedModel; got {type(model).__name__}. If it holds one, "
+            "give that one; nn.MultiheadAttention is for dilated_attention.integrations.convert_attention"
+        )
+
+
+def _position_tables(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Embedding, int]]:
+    """Return (owner, table, first) for each table of learned positions, with the row of the first position: some begin
+    after a row for padding, or two. Raises UnsupportedError if it cannot be repeated."""
     found = [
-        (owner, table)
+        (owner, table, getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1))
         for owner in model.modules()
-        for name in ("position_embeddings", "wpe", "embed_positions")
+        for name in _TABLES
         if isinstance(table := getattr(owner, name, None), nn.Embedding)
     ]
-    for owner, table in found:
+    for owner, table, _ in found:
         name, places = type(owner).__name__, getattr(owner, "position_ids", None)
         if "Sinusoidal" in type(table).__name__:
             raise UnsupportedError(
                 f"{name} has a table of sinusoids, {type(table).__name__}, which do not repeat; transformers makes a "
                 "longer one: from_pretrained(..., max_position_embeddings=length, ignore_mismatched_sizes=True)"
             )
-        if isinstance(places, Tensor) and not places.is_meta and places.flatten()[:1].any():
+        shifted = isinstance(places, Tensor) and not places.is_meta and places.flatten()[:1].any()
+        if shifted or hasattr(table, "max_length"):  # ProphetNet looks further than its last token
             raise UnsupportedError(
-                f"{name} counts positions from {int(places.flatten()[0])}: extend_positions cannot tell which rows of "
-                "its table are positions; choose a model that counts from 0"
+                f"{name} counts positions in a way of its own: extend_positions cannot tell which rows of its table "
+                "are positions; choose a model that counts from 0"
             )
     return found
 

@@ -237,7 +237,7 @@ class GigaPathSlideEncoder(Pretrained):
         config = self.config
         exact = points if points.is_floating_point() else points.long()
         places = torch.div(exact, config.tile_size, rounding_mode="floor")
-        if torch.compiler.is_compiling():  # a graph holds no check of values
+        if torch.compiler.is_compiling() or points.is_meta:  # no values to check
             return places.long()
         wrong = ~((places >= 0) & (places < config.slide_ngrids)).all(-1)
         starts = [0, *accumulate(counts)]

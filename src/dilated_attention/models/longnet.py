@@ -98,6 +98,13 @@ class LongNetEncoder(LongNetStack):
         True
     """
 
+    def __init__(
+        self, config: LongNetConfig, *, backend: str = "auto", cross_attention: bool = False, gain: float | None = None
+    ) -> None:
+        if config.selection is not None:
+            raise UnsupportedError("an encoder with config.selection is not supported: such attention is causal")
+        super().__init__(config, backend=backend, cross_attention=cross_attention, gain=gain)
+
     def forward(
         self,
         inputs: Tensor,

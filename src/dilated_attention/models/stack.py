@@ -25,7 +25,6 @@ from dilated_attention.models.packing import (
     within,
 )
 from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.models.selecting import SelectedAttention
 from dilated_attention.nn import Source, TransformerBlock
 from dilated_attention.parallel import sequence_range
 from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, dtype_of_products, held_mesh, mesh_size
@@ -51,6 +50,38 @@ def _draw_parts(weight: Tensor, rows: Sequence[int], gains: Sequence[float]) -> 
     for part, gain in zip(parts, gains, strict=True):
         nn.init.xavier_normal_(part, gain)
     weight.copy_(torch.cat(parts))  # under FSDP2 parts are copies
+
+
+class SelectedAttention(nn.Module):
+    """Give `NativeSparseAttention` or `BlockAttentionMixture` the interface of `SelfAttention`.
+
+    It is causal, and keeps no keys and values for generation.
+    """
+
+    def __init__(self, config: LongNetConfig, backend: str) -> None:
+        super().__init__()
+        assert config.selection is not None
+        self.selected = config.selection.module(
+            config.embed_dim, config.num_heads, config.kv_heads, bias=config.bias, backend=backend
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        rotary: Tables | None = None,
+        is_causal: bool = False,
+        *,
+        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
+        seq_len: int | None = None,
+        memory: None = None,
+        first_only: bool = False,
+    ) -> Float[Tensor, "batch seq embed_dim"]:
+        """Return the attention's output, shaped like x. Arguments as in `SelfAttention`; memory and first_only are not
+        used."""
+        assert is_causal
+        if self.selected.mesh is not None:
+            self.selected.seq_len = seq_len
+        return self.selected(x, rotary, cu_seqlens=cu_seqlens)
 
 
 Places = tuple[Tensor, Tensor]

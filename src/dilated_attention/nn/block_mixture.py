@@ -21,7 +21,7 @@ class MixtureChoice(BlockChoice):
     def importance(self, q: Tensor, start: int, key: Tensor, blocks: int) -> Tensor:
         mean = key[:, :blocks].permute(0, 2, 3, 1)[:, :, None]
         query = q.to(mean.dtype).unflatten(2, (mean.shape[1], -1)).permute(0, 2, 3, 1, 4)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
             scores = (query @ mean).flatten(1, 2)
         return F.pad(scores, (0, blocks - scores.shape[-1]))  # a last block that is not whole
 
