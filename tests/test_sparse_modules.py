@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import sys
+import time
 from itertools import pairwise
 
 import pytest
@@ -267,6 +268,21 @@ def test_pieces_and_single_precision(kind, monkeypatch):
     monkeypatch.setattr(ranking, "CHUNK", 1)
     torch.testing.assert_close(module(x), whole, rtol=0, atol=1e-13)
     assert module.to(torch.bfloat16)(x.to(torch.bfloat16)).isfinite().all()
+
+
+@pytest.mark.parametrize("make", [native, mixture])
+def test_the_meta_device(make):
+    """Nothing is chosen there, nor held in memory: shapes alone follow, for half a million tokens as for a few."""
+    module = make(4, 2, 2).to("meta")
+    x = torch.empty(2, 19, 16, dtype=torch.float64, device="meta", requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad.shape == x.shape
+    assert module(x[:1], cu_seqlens=[0, 7, 19]).shape == (1, 19, 16)
+    cache = SelectionCache()
+    assert [module(some, cache=cache).shape[1] for some in x.split([17, 2], 1)] == [17, 2]
+    start = time.perf_counter()
+    assert module(torch.empty(1, 2**19, 16, dtype=torch.float64, device="meta")).shape == (1, 2**19, 16)
+    assert time.perf_counter() - start < 30  # a slice at a time: minutes
 
 
 @pytest.mark.parametrize("kind", NAIVE)

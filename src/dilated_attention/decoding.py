@@ -14,6 +14,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.merge import with_sinks
 from dilated_attention.patterns import Dilated
+from dilated_attention.torch_internals import without_autocast
 
 
 def cached_attention(
@@ -44,7 +45,7 @@ def cached_attention(
         True
     """
     _check(q, k, v, scale, sinks)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         out = attention(q, k, v, pattern, is_causal=True, scale=scale, sinks=sinks, q_start=k.shape[1] - q.shape[1])
     assert isinstance(out, Tensor)
     return out
@@ -103,7 +104,7 @@ def first_token_attention(
     query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
     bias = count.log().masked_fill_(count.sum(1, keepdim=True) == 0, 0.0)  # no softmax of -inf alone
     k, v = (x.masked_fill((count == 0).T[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
         weight = scores.softmax(-1).masked_fill((count == 0)[:, None], 0.0)
         out = torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None]
@@ -137,7 +138,7 @@ def newest_attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         if hidden is not None:
             k, v = (x.masked_fill(hidden[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
         scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from operator import index
 from typing import Any, TypeVar
@@ -171,6 +171,12 @@ def mapped_indices() -> AbstractContextManager[None]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # half a second to import
 
     return TransformGetItemToIndex()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is off for the device of x. The meta device has none: `torch.autocast` raises
+    there."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def require_when_run(condition: Tensor, message: str) -> None:

@@ -13,6 +13,7 @@ from dilated_attention.decoding import listed_attention
 from dilated_attention.nn.positions import Tables
 from dilated_attention.nn.selection import BlockChoice, SelectingAttention, SelectionCache
 from dilated_attention.parallel.choosing import in_whole_blocks, sums_of_blocks
+from dilated_attention.torch_internals import without_autocast
 
 
 class MixtureChoice(BlockChoice):
@@ -21,7 +22,7 @@ class MixtureChoice(BlockChoice):
     def importance(self, q: Tensor, start: int, key: Tensor, blocks: int) -> Tensor:
         mean = key[:, :blocks].permute(0, 2, 3, 1)[:, :, None]
         query = q.to(mean.dtype).unflatten(2, (mean.shape[1], -1)).permute(0, 2, 3, 1, 4)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             scores = (query @ mean).flatten(1, 2)
         return F.pad(scores, (0, blocks - scores.shape[-1]))  # a last block that is not whole
 

@@ -74,7 +74,8 @@ class BlockChoice:
         own = torch.arange(start, start + queries * step, step, device=q.device)[:, None] // self.block_size
         block = torch.arange(blocks, device=q.device)
         chosen = []
-        for at in slices(0, queries, q.shape[0] * q.shape[2] * max(blocks, key.shape[1])):
+        scores = 0 if q.is_meta else q.shape[0] * q.shape[2] * max(blocks, key.shape[1])  # of a query in memory
+        for at in slices(0, queries, scores):
             always = block > own[at] - self.local
             if self.first:
                 always = always | (block == 0)

@@ -14,6 +14,7 @@ from dilated_attention.layout.spans import BlockSize, block_pair, check_share
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import extremes, part_means
 from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates
+from dilated_attention.torch_internals import without_autocast
 
 
 class LearnedRouter(nn.Module):
@@ -131,7 +132,7 @@ class LearnedRouter(nn.Module):
     def _scores(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
         """Return the scores (B, H, rows, columns), in the router's dtype even under autocast: rounding would change the
         choice and the sums of gates."""
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             dtype = self.query_map.dtype
             query = part_means(q, grid, grid.q_block, 1, before=self.is_causal)[0][:, :, 0]
             query = torch.einsum("bihd,hdr->bhir", query.to(dtype), self.query_map)
