@@ -176,7 +176,7 @@ def number(name: str, value: float | None) -> None:
 
 def positive_number(name: str, value: Any) -> float:
     number(name, value)
-    if not value > 0:
+    if value is None or not value > 0:
         raise ValueError(f"{name} must be a positive number; got {value!r}")
     return float(value)
 
