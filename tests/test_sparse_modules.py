@@ -512,6 +512,29 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
     )
 
 
+def test_compiled_layers_read_token_by_token(compiling_python):
+    compiling_python(
+        """
+        import torch
+        from torch._dynamo.testing import CompileCounter
+        from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, SelectionCache
+
+        shared = {"block_size": 4, "query_block": 2}
+        sizes = {"compress_block": 4, "compress_stride": 2, "num_selected": 3, "window": 8, **shared}
+        for module in (BlockAttentionMixture(32, 4, 2, **shared), NativeSparseAttention(32, 4, 2, **sizes)):
+            counter = CompileCounter()
+            compiled, cache = torch.compile(module, backend=counter), SelectionCache()
+            x = torch.randn(1, 100, 32)
+            with torch.no_grad():
+                rows = [compiled(some, cache=cache) for some in x[:, :60].split([41, 1, 1, 1, 16], 1)]
+                graphs = counter.frame_count
+                rows += [compiled(some, cache=cache) for some in x[:, 60:].split(1, 1)]
+                assert counter.frame_count == graphs
+                torch.testing.assert_close(torch.cat(rows, 1), module(x))
+        """
+    )
+
+
 def test_a_program_names_the_choice_that_is_not_loaded():
     options = '{"block_size": [4, 16], "is_causal": true, "per_kv_head": true}'
     q = torch.zeros(1, 16, 2, 8)

@@ -9,7 +9,6 @@ from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
-from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -184,7 +183,7 @@ class SelectionCache:
 
     def __init__(self, croppable: int = 16) -> None:
         self.earlier: deque[_State] = deque(maxlen=checks.integer("croppable", croppable, 0))
-        self.layer: ReferenceType[object] | None = None
+        self.layer: object = None
         self.batch = 0
         self.length = 0
         self.rows: dict[str, Rows] = {}
@@ -197,8 +196,8 @@ class SelectionCache:
         """
         if not self.length:
             self.layer, self.batch = None, batch
-        self.layer = self.layer or ref(layer)
-        if self.layer() is not layer:
+        self.layer = self.layer or layer
+        if self.layer is not layer:
             raise ValueError("cache holds the tokens of another layer; each layer needs a SelectionCache of its own")
         if self.batch != batch:
             raise ValueError(f"cache holds {self.batch} samples, got x with {batch}; begin with an empty one")
@@ -386,12 +385,16 @@ class SelectingAttention(nn.Module):
         with cache.restored_on_error():
             if not cache.used_by(self, x.shape[0]):
                 return self._whole(x, rotary, cache)
-            outs = []
-            for i in range(x.shape[1]):
-                cache.keep_for_crop()
-                row = slice(i, i + 1)
-                outs.append(self._next(x[:, row], tables_at(rotary, row), cache))
-            return torch.cat(outs, 1)
+            return self._one_by_one(x, rotary, cache)
+
+    @not_traced  # else the compiler would make a graph for every place of a token in its block
+    def _one_by_one(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
+        outs = []
+        for i in range(x.shape[1]):
+            cache.keep_for_crop()
+            row = slice(i, i + 1)
+            outs.append(self._next(x[:, row], tables_at(rotary, row), cache))
+        return torch.cat(outs, 1)
 
     def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
         """Return the queries, and a list of keys and values: k, v of the first branch, k, v of the next.
