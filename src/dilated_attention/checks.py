@@ -222,6 +222,18 @@ def positive(name: str, value: Any) -> int:
     return integer(name, value, 1)
 
 
+def heads(embed_dim: Any, num_heads: Any, num_kv_heads: Any) -> tuple[int, int, int]:
+    """Return a layer's sizes as integers; without num_kv_heads, num_heads takes its place."""
+    embed_dim, num_heads = positive("embed_dim", embed_dim), positive("num_heads", num_heads)
+    num_kv_heads = num_heads if num_kv_heads is None else positive("num_kv_heads", num_kv_heads)
+    if embed_dim % num_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
+            "num_heads"
+        )
+    return embed_dim, num_heads, num_kv_heads
+
+
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:
     """Return a sequence, array or tensor of integers as ints. For anything else, and for integers below
     `least`, raise a ValueError which says that `name` must hold `wanted`."""

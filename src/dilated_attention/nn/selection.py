@@ -295,21 +295,14 @@ class SelectingAttention(nn.Module):
         self, embed_dim: int, num_heads: int, num_kv_heads: int | None, block_size: int, query_block: int, backend: str
     ) -> None:
         super().__init__()
-        embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
-        if embed_dim % num_heads or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
-                "num_heads"
-            )
+        self.embed_dim, self.num_heads, self.num_kv_heads = checks.heads(embed_dim, num_heads, num_kv_heads)
+        self.head_dim = self.embed_dim // self.num_heads
         block_size = checks.integer("block_size", block_size, 1, MAX_BLOCK)
         query_block = checks.positive("query_block", query_block)
         # Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask.
         if block_size % query_block:
             raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
         check_name(backend)
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads
         self.block_size, self.query_block, self.backend = block_size, query_block, backend
         self.seq_len: int | None = None
         self.set_context_parallel(None)
