@@ -637,7 +637,7 @@ BAD = [
     ("num_bits must be.*from 1 to 16; got 17", lambda: routing.lsh_blocks(Q, K, num_bits=17)),
     ("exponent must lie in", lambda: routing.density_schedule(10, exponent=2.0)),
     (r"exponent must lie in \[0, 1\], got '0.5'", lambda: routing.density_schedule(10, exponent="0.5")),
-    ("num_kv_heads must divide num_heads=4, got 3", lambda: LearnedRouter(4, 8, 0.1, num_kv_heads=3)),
+    ("num_kv_heads must divide num_heads=4; got 3", lambda: LearnedRouter(4, 8, 0.1, num_kv_heads=3)),
     ("temperature must be a positive number; got 0", lambda: LearnedRouter(4, 8, 0.1, temperature=0.0)),
     ("temperature must be a positive number; got None", lambda: LearnedRouter(4, 8, 0.1, temperature=None)),
     ("temperature must be a finite number.*got inf", lambda: LearnedRouter(4, 8, 0.1, temperature=math.inf)),

@@ -448,7 +448,7 @@ def test_tables_of_other_tokens(make, unchecked):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: native(2, 3, 1), "num_heads=2 must divide embed_dim=8, and num_kv_heads=3 must divide num_heads"),
+        (lambda: native(2, 3, 1), "num_kv_heads must divide num_heads=2; got 3"),
         (lambda: native(2, 1, 3), "query_block=3 must divide block_size=4"),
         (lambda: native(2, 1, 1, block_size=65537), r"block_size must be.*from 1 to 65536; got 65537"),
         (lambda: native(2, 1, 1, compress_block=3), "compress_stride=2 must divide compress_block=3"),

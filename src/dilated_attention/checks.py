@@ -222,16 +222,21 @@ def positive(name: str, value: Any) -> int:
     return integer(name, value, 1)
 
 
-def heads(embed_dim: Any, num_heads: Any, num_kv_heads: Any) -> tuple[int, int, int]:
-    """Return a layer's sizes as integers; without num_kv_heads, num_heads takes its place."""
-    embed_dim, num_heads = positive("embed_dim", embed_dim), positive("num_heads", num_heads)
+def kv_heads(num_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
+    """Return both as integers; num_kv_heads=None: num_heads."""
+    num_heads = positive("num_heads", num_heads)
     num_kv_heads = num_heads if num_kv_heads is None else positive("num_kv_heads", num_kv_heads)
-    if embed_dim % num_heads or num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
-            "num_heads"
-        )
-    return embed_dim, num_heads, num_kv_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
+    return num_heads, num_kv_heads
+
+
+def heads(embed_dim: Any, num_heads: Any, num_kv_heads: Any) -> tuple[int, int, int]:
+    """Return the sizes as integers, as `kv_heads` does."""
+    embed_dim, sizes = positive("embed_dim", embed_dim), kv_heads(num_heads, num_kv_heads)
+    if embed_dim % sizes[0]:
+        raise ValueError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
+    return embed_dim, *sizes
 
 
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:

@@ -628,10 +628,7 @@ class Product(_Term):
         return plot_product(self, seq_len, head, num_heads, is_causal, ax)
 
     def _seen(self, seq_len: int, num_heads: int, num_kv_heads: int | None, is_causal: bool) -> Tensor:
-        seq_len, num_heads = checks.positive("seq_len", seq_len), checks.positive("num_heads", num_heads)
-        kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
-        if num_heads % kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
+        seq_len, (num_heads, kv_heads) = checks.positive("seq_len", seq_len), checks.kv_heads(num_heads, num_kv_heads)
         ratio = num_heads // kv_heads
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan_of(self.dilated.branches(kv_heads), (0, seq_len)).groups:

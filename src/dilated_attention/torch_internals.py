@@ -174,8 +174,7 @@ def mapped_indices() -> AbstractContextManager[None]:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off for the device of x. The meta device has none: `torch.autocast` raises
-    there."""
+    """Return a context without autocast on x's device. `torch.autocast` raises on the meta device."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 

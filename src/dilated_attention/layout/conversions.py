@@ -30,13 +30,12 @@ def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def _refuse(wrong: Tensor, why: Callable[[], str]) -> None:
-    """Raise ValueError with the text of `why` if `wrong` is true anywhere. A compiled graph, when it runs, raises
-    RuntimeError instead."""
-    if torch.compiler.is_compiling():
-        require_when_run(~wrong.any(), "the lists of a BlockLayout that is made in a graph do not fit its blocks")
-    elif bool(wrong.any()):
-        raise ValueError(why())
+def _found(wrong: Tensor) -> bool:
+    """Return whether `wrong` is true anywhere; in a compiled graph False, which raises RuntimeError when it runs."""
+    if not torch.compiler.is_compiling():
+        return bool(wrong.any())
+    require_when_run(~wrong.any(), "the lists of a BlockLayout do not fit its blocks")
+    return False
 
 
 def check_causal(grid: BlockGrid, counts: Tensor, indices: Tensor) -> None:
@@ -44,15 +43,12 @@ def check_causal(grid: BlockGrid, counts: Tensor, indices: Tensor) -> None:
         return
     row = rows_of(counts, indices.numel())
     above = grid.above(row, indices)
-
-    def why() -> str:
+    if _found(above):
         at = int(above.nonzero()[0])
-        return (
+        raise ValueError(
             f"is_causal=True contradicts key block {int(indices[at])} of query block {int(row[at]) % grid.rows}, "
             "which lies wholly above the diagonal; leave is_causal out and take .causal()"
         )
-
-    _refuse(above, why)
 
 
 def from_mask(mask: Tensor, seq_len: int | None, block_size: BlockSize, is_causal: bool) -> tuple[BlockGrid, Lists]:
@@ -110,13 +106,11 @@ def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_ca
             f"got shape {tuple(indices.shape)}"
         )
     outside = (indices < -1) | (indices >= grid.columns)
-    _refuse(
-        outside,
-        lambda: (
+    if _found(outside):
+        raise ValueError(
             f"indices must lie in [0, {grid.columns}), or be -1 for none, for seq_len={grid.seq_len} and key blocks of "
             f"{k_block}; got {_few(indices[outside])}"
-        ),
-    )
+        )
     lead = (*indices.shape[:-2], 1, 1)[:2]
     ordered = indices.sort(-1).values
     named = ordered >= 0
@@ -130,33 +124,26 @@ def check_lists(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> None:
     bounds = indptr.reshape(-1, grid.rows + 1)
     starts = torch.cat([bounds[:, 0], indptr.new_tensor([indices.numel()])])
     ends = torch.cat([indptr.new_tensor([0]), bounds[:, -1]])
-    _refuse(
-        torch.cat([bounds.diff(dim=-1).flatten() < 0, starts != ends]),
-        lambda: (
+    if _found(torch.cat([bounds.diff(dim=-1).flatten() < 0, starts != ends])):
+        raise ValueError(
             f"indptr must ascend from 0 to the {indices.numel()} indices, each head going on where the last one "
             f"ended; got {_few(indptr)}"
-        ),
-    )
+        )
     outside = (indices < 0) | (indices >= grid.columns)
-    _refuse(
-        outside,
-        lambda: (
+    if _found(outside):
+        raise ValueError(
             f"indices must lie in [0, {grid.columns}) for seq_len={grid.seq_len} and key blocks of {grid.k_block}, "
             f"got {_few(indices[outside])}"
-        ),
-    )
+        )
     counts = indptr.diff(dim=-1)
     row = rows_of(counts, indices.numel())
     falls = (indices.diff() <= 0) & (row[1:] == row[:-1])
-
-    def why() -> str:
+    if _found(falls):
         at = int(falls.nonzero()[0])
-        return (
+        raise ValueError(
             f"indices must be sorted and distinct within a row, got {int(indices[at])} before "
             f"{int(indices[at + 1])} in row {int(row[at])}"
         )
-
-    _refuse(falls, why)
     check_causal(grid, counts, indices)
 
 

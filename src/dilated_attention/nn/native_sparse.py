@@ -45,10 +45,7 @@ class BlockPooling(nn.Module):
         return self.row(F.gelu(self.hidden(self._blocks(x))))
 
     def sums(self, x: Tensor) -> Tensor:
-        """Return W_1 [x_{i·d}; …; x_{i·d+l-1}] for each block, shaped like the result of forward.
-
-        Over a mesh, each rank passes x with 0 at the tokens of other ranks, and the ranks' results are then added.
-        """
+        """Return W_1 [x_{i·d}; …; x_{i·d+l-1}] for each block, shaped like the result of forward (`sums_of_blocks`)."""
         return self.hidden(self._blocks(x)) - self._of_nothing(x)
 
     def of_sums(self, sums: Tensor) -> Tensor:
@@ -133,10 +130,8 @@ class NativeSparseAttention(SelectingAttention):
         bias: add a bias to the projections W_q, W_k, W_v and W_o.
         backend: as in `attention`.
 
-    Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and as `cache` the
-    `SelectionCache` of the tokens before x; it returns the shape of x. Pad shorter samples at their ends, since no row
-    sees a later one, or pack them and give `cu_seqlens`. Over a mesh (`parallel.set_context_parallel`) x is this rank's
-    shard, and cache must be None.
+    Pad shorter samples at their ends, since no row sees a later one, or pack them and give `cu_seqlens`. Over a mesh
+    (`parallel.set_context_parallel`) x is this rank's shard, and cache must be None.
 
     Examples:
         >>> from dilated_attention.nn import NativeSparseAttention

@@ -135,18 +135,15 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         if self.attention is not None:
             return self.attention(q, k, v, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
-        dropout_p = self.dropout if self.training else 0.0
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         dense = partial(
-            F.scaled_dot_product_attention,
-            is_causal=is_causal,
-            dropout_p=dropout_p,
+            F.scaled_dot_product_attention, is_causal=is_causal, dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.heads[0] != self.heads[1],
-        )
+        )  # fmt: skip
         if cu_seqlens is None:
             return dense(q, k, v).transpose(1, 2)
-        samples = [dense(*(x[:, :, at] for x in (q, k, v))) for _, at in checks.samples(q.shape[2], None, cu_seqlens)]
-        return torch.cat(samples, 2).transpose(1, 2)
+        samples = checks.samples(q.shape[2], None, cu_seqlens)
+        return torch.cat([dense(*(x[:, :, at] for x in (q, k, v))) for _, at in samples], 2).transpose(1, 2)
 
     def _attend_first(
         self,
@@ -249,10 +246,8 @@ class CrossAttention(nn.Module):
             if len(samples) != len(k):
                 raise ValueError(f"source must have a row for each of {len(samples)} packed samples; got {len(k)}")
             masks = [None] * len(k) if mask is None else mask.split(1)
-            out = torch.cat(
-                [attend(q[:, :, at], k[i : i + 1], v[i : i + 1], masks[i]) for i, (_, at) in enumerate(samples)],
-                2,
-            )
+            rows = zip(samples, k.split(1), v.split(1), masks, strict=True)
+            out = torch.cat([attend(q[:, :, at], *row) for (_, at), *row in rows], 2)
         return self.output(out.transpose(1, 2).flatten(-2))
 
 
@@ -326,16 +321,9 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(embed_dim, norm_eps)
         self.attention = SelfAttention(
-            embed_dim,
-            num_heads,
-            num_kv_heads,
-            pattern,
-            backend,
-            bias=bias,
-            sub_ln=sub_ln,
-            norm_eps=norm_eps,
+            embed_dim, num_heads, num_kv_heads, pattern, backend, bias=bias, sub_ln=sub_ln, norm_eps=norm_eps,
             dropout=attention_dropout,
-        )
+        )  # fmt: skip
         self.cross_norm = nn.LayerNorm(embed_dim, norm_eps) if cross_attention else None
         self.cross_attention = (
             CrossAttention(embed_dim, num_heads, num_kv_heads, bias=bias) if cross_attention else None
@@ -371,8 +359,7 @@ class TransformerBlock(nn.Module):
         The other arguments are as in `SelfAttention`.
         """
         if (self.cross_attention is None) != (source is None):
-            kind = type(source).__name__
-            raise ValueError(f"source must be a Source if the block has cross_attention, else None; got {kind}")
+            raise ValueError(f"source must be given if the block has cross_attention, else be None; got {source!r:.50}")
 
         def drop(x: Tensor, place: int) -> Tensor:
             if shard_dropout is None or not self.training:

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention import checks
+from dilated_attention import checks, ranking
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.ranking import slices
 from dilated_attention.routing.estimates import block_peaks, in_blocks, part_means, pieces
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, is_compiled
 from dilated_attention.routing.operator import selector
@@ -89,7 +88,7 @@ def lsh_blocks(
     held = hashes.weights(keys, centre, real).repeat_interleave(q.shape[2] // k.shape[2], 1).mT
 
     def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
-        for at in slices(0, grid.rows, len(q) * q.shape[2] * grid.columns):
+        for at in ranking.slices(0, grid.rows, len(q) * q.shape[2] * grid.columns):
             collisions = (met[:, :, at] @ held).clamp_(max=1)
             active = (collisions > 0) & grid.allowed[at] | grid.always[at]
             yield at, collisions, torch.maximum(active.sum(-1), grid.least()[at])
@@ -134,10 +133,10 @@ def _shares(
             D); when causal, one per row or column instead of 1, but centre_q without row 0. centre_q is q̄.
         means: (B, columns, kv_heads, D), the mean key of each key block.
     """
-    group = met.shape[1] // k.shape[2]
+    group, chooser = met.shape[1] // k.shape[2], centre_q
     if grid.is_causal:
         centre_q = F.pad(centre_q, (0, 0, 0, 0, 1, 0))
-    chooser = centre_q[:, grid.first_chooser] if grid.is_causal else centre_q
+        chooser = centre_q[:, grid.first_chooser]
     keys, within, _ = block_peaks(k, grid.scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block))
     means, peak = means.to(grid.dtype).repeat_interleave(group, 2), within[..., :1]
     # a key whose weight overflows has none: a NaN times 0 would reach the rows that do not see the key
@@ -145,18 +144,16 @@ def _shares(
     held = hashes.weights(keys, centre_k.repeat_interleave(group, 2), weight)
     in_one = held[..., : hashes.buckets].sum(-1)[:, :, None]
     peak = (peak - grid.scale * (means * chooser).sum(-1, keepdim=True)).permute(0, 2, 3, 1)
-    for at in slices(0, grid.rows, len(k) * met.shape[1] * grid.columns):
-        # (B, H, rows of the slice, columns); not causal: one row for all
-        centre = centre_q[:, at] if grid.is_causal else centre_q
+    most = max(1, ranking.CHUNK // (len(k) * met.shape[1] * grid.columns))
+    for at, seen in pieces(grid.choices, most):
+        centre = centre_q[:, at] if grid.is_causal else centre_q  # not causal: one row for all
         relative = peak + grid.scale * torch.einsum("bihd,bjhd->bhij", centre, means)
         if grid.is_causal:
             relative.masked_fill_(~grid.allowed[at], -math.inf)
         relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).min)).exp()
-        share = relative.new_zeros(*met.shape[:2], at.stop - at.start, grid.columns)
-        for inner, seen in pieces(grid.choices[at], grid.rows):
-            near, some = relative[:, :, inner, :seen], held[:, :, :seen]
-            hits = met[:, :, at][:, :, inner].div_((near @ some).add_(NO_KEYS))
-            torch.mul(near, hits @ some.mT, out=share[:, :, inner, :seen])
+        met_here, near, some = met[:, :, at], relative[..., :seen], held[:, :, :seen]
+        share = met.new_zeros(*met_here.shape[:3], grid.columns)
+        torch.mul(near, met_here.div_((near @ some).add_(NO_KEYS)) @ some.mT, out=share[..., :seen])
         alone = relative * in_one
         yield at, share.add_(WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).tiny))
 

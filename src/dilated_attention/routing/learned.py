@@ -60,12 +60,9 @@ class LearnedRouter(nn.Module):
         super().__init__()
         check_share("density", density)
         block_pair(block_size)
-        num_heads, rank = checks.positive("num_heads", num_heads), checks.positive("rank", rank)
-        head_dim = checks.positive("head_dim", head_dim)
+        head_dim, rank = checks.positive("head_dim", head_dim), checks.positive("rank", rank)
         checks.boolean("is_causal", is_causal)
-        num_kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
+        num_heads, num_kv_heads = checks.kv_heads(num_heads, num_kv_heads)
         self.density, self.floor = density, checks.integer("floor", floor, 0)
         self.temperature = checks.positive_number("temperature", temperature)
         self.block_size, self.is_causal = block_size, is_causal

@@ -76,9 +76,8 @@ def largest_shares(
     q: Tensor, k: Tensor, density: float, grid: Candidates, found: Iterable[tuple[slice, Tensor]], *,
     lookahead: bool = False,
 ) -> BlockLayout:  # fmt: skip
-    """Choose as `topk_blocks` does, from `found`: consecutive slices of query blocks with their estimated shares. When
-    causal, these describe the queries up to the first one of a block, and shares are forecast from them; but not with
-    `lookahead`, where they describe the block's own queries."""
+    """Choose as `topk_blocks` does, from consecutive slices of query blocks with their estimated shares. When causal,
+    shares are forecast from these, but not with `lookahead`, where they describe the block's own queries."""
     budget = grid.budget(density)
     forecast = Forecast(q, k, grid) if grid.is_causal and not lookahead else None
     return grid.layout_of(
