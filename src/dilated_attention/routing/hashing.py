@@ -75,7 +75,7 @@ def lsh_blocks(
     means, sizes = part_means(k, grid, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
     met, number = hashes.weights(*queries), queries.real.sum(-1).mT  # (B, H, rows, hashes * buckets), (1, 1, rows)
-    if is_causal:  # row 0 has no queries
+    if is_causal:  # row 0 is empty
         met, number = F.pad(met, (0, 0, 1, 0)), F.pad(number, (1, 0))
     if density is not None:
         met /= number.clamp(min=1)[..., None] * num_hashes
