@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dilated_attention import attention, explain, ranking, routing
 from dilated_attention.cache import plan_cache
@@ -218,7 +221,7 @@ def test_dtypes(name, dtype):
     assert layout.seq_len == 200
 
 
-@pytest.mark.parametrize("name", ["topk", "topp", "hierarchical", "lsh"])
+@pytest.mark.parametrize("name", ["topk", "topp", "hierarchical", "lsh", "buckets"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_chunks_do_not_change_the_choice(name, is_causal, monkeypatch):
     q, k = make(700, 4, 2)
@@ -226,6 +229,38 @@ def test_chunks_do_not_change_the_choice(name, is_causal, monkeypatch):
     whole = route(q, k)
     monkeypatch.setattr(ranking, "CHUNK", 1)
     assert route(q, k) == whole
+
+
+class LargestResult(TorchDispatchMode):
+    """Record the most numbers in a result of one operator."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.numbers = max(self.numbers, *[x.numel() for x in tree_leaves(found) if isinstance(x, torch.Tensor)], 0)
+        return found
+
+
+SLICED = {name: routers(4, False)[name] for name in ("topk", "topp", "hierarchical", "vertical and slash")}
+SLICED |= {f"causal {name}": routers(4, True)[name] for name in SLICED}
+for options in (
+    {"is_causal": False},
+    {"is_causal": True},
+):  # which hold num_hashes * 2**num_bits numbers for each block
+    SLICED[f"lsh {options}"] = partial(
+        routing.lsh_blocks, density=0.3, num_hashes=2, num_bits=4, block_size=4, **options
+    )
+    SLICED[f"buckets {options}"] = partial(routing.lsh_blocks, num_hashes=1, num_bits=6, block_size=4, **options)
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_no_matrix_of_all_blocks_is_held_for_each_head(name, monkeypatch):
+    monkeypatch.setattr(ranking, "CHUNK", 1)
+    q, k = make(1200, 4, 2)
+    with LargestResult() as largest:
+        SLICED[name](q, k)
+    assert q.numel() <= largest.numbers < 4 * 300**2
 
 
 # Quality
@@ -601,8 +636,10 @@ BAD = [
     ("region must be a positive integer; got 0", lambda: routing.hierarchical_blocks(Q, K, 0.1, region=0)),
     ("num_bits must be.*from 1 to 16; got 17", lambda: routing.lsh_blocks(Q, K, num_bits=17)),
     ("exponent must lie in", lambda: routing.density_schedule(10, exponent=2.0)),
-    ("num_kv_heads must divide num_heads=4, got 3", lambda: LearnedRouter(4, 8, 0.1, num_kv_heads=3)),
+    (r"exponent must lie in \[0, 1\], got '0.5'", lambda: routing.density_schedule(10, exponent="0.5")),
+    ("num_kv_heads must divide num_heads=4; got 3", lambda: LearnedRouter(4, 8, 0.1, num_kv_heads=3)),
     ("temperature must be a positive number; got 0", lambda: LearnedRouter(4, 8, 0.1, temperature=0.0)),
+    ("temperature must be a positive number; got None", lambda: LearnedRouter(4, 8, 0.1, temperature=None)),
     ("temperature must be a finite number.*got inf", lambda: LearnedRouter(4, 8, 0.1, temperature=math.inf)),
     ("floor must be a non-negative integer; got 1.5", lambda: LearnedRouter(4, 8, 0.1, floor=1.5)),
     ("breadth must be at least 1, got '4'", lambda: routing.hierarchical_blocks(Q, K, 0.1, breadth="4")),

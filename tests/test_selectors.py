@@ -510,3 +510,46 @@ def test_chooses_in_one_graph(which, compiling_python):
                     assert torch.equal(compiled(*x, **ragged), attend(*x, **ragged))
         """
     )
+
+
+def test_lists_given_in_one_graph(compiling_python):
+    """A graph makes layouts of an indexer's choice, masks and compressed rows, and checks them when it runs."""
+    compiling_python(
+        """
+        import torch
+        from dilated_attention import BlockLayout, attention
+        from dilated_attention.routing import Indexer, LearnedRouter
+
+        torch._dynamo.config.capture_scalar_outputs = True  # PyTorch 2.8 does not do it unasked
+        torch.manual_seed(0)
+        indexer = Indexer(16, 2, 8, top_k=8)
+        router = LearnedRouter(4, 8, 0.4, num_kv_heads=2, block_size=16, is_causal=True)
+        causal = {"is_causal": True}
+        cases = (
+            lambda q, k, x: attention(q, k, k, indexer(x), **causal),
+            lambda q, k, x: attention(q, k, k, router(q, k), **causal),
+            lambda q, k, x: router.relaxed_attention(q, k, k),
+            lambda q, k, x: attention(q, k, k, BlockLayout.from_mask(x[0, :4, :4].tril() > 0, None, 16, **causal)),
+            lambda q, k, x: attention(q, k, k, BlockLayout.from_indices(torch.arange(5), x[0, :4, 0].long(), 64, 16)),
+        )
+        q, k, x = torch.randn(1, 64, 4, 8), torch.randn(1, 64, 2, 8), torch.randn(1, 64, 16).abs()
+        q.requires_grad_()
+        for attend in cases:
+            compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+            found, expected = (torch.autograd.grad(f(q, k, x).sin().sum(), q)[0] for f in (compiled, attend))
+            torch.testing.assert_close(found, expected)
+
+        def chosen(q, k, x):
+            return attention(q, k, k, BlockLayout.from_topk(x, (1, 16), **causal), **causal)
+
+        compiled, own = torch.compile(chosen, fullgraph=True, backend="eager"), torch.arange(64)[:, None] // 16
+        assert torch.equal(compiled(q, k, own), chosen(q, k, own))
+        for wrong in (own + 1, own + 9, own - 2):
+            try:
+                compiled(q, k, wrong)
+            except RuntimeError as error:
+                assert "do not fit its blocks" in str(error)
+            else:
+                raise AssertionError("attended")
+        """
+    )

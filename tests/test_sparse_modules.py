@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import sys
+import time
 from itertools import pairwise
 
 import pytest
@@ -269,6 +270,21 @@ def test_pieces_and_single_precision(kind, monkeypatch):
     assert module.to(torch.bfloat16)(x.to(torch.bfloat16)).isfinite().all()
 
 
+@pytest.mark.parametrize("make", [native, mixture])
+def test_the_meta_device(make):
+    """Nothing is chosen there, nor held in memory: shapes alone follow, for half a million tokens as for a few."""
+    module = make(4, 2, 2).to("meta")
+    x = torch.empty(2, 19, 16, dtype=torch.float64, device="meta", requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad.shape == x.shape
+    assert module(x[:1], cu_seqlens=[0, 7, 19]).shape == (1, 19, 16)
+    cache = SelectionCache()
+    assert [module(some, cache=cache).shape[1] for some in x.split([17, 2], 1)] == [17, 2]
+    start = time.perf_counter()
+    assert module(torch.empty(1, 2**19, 16, dtype=torch.float64, device="meta")).shape == (1, 2**19, 16)
+    assert time.perf_counter() - start < 30  # a slice at a time: minutes
+
+
 @pytest.mark.parametrize("kind", NAIVE)
 def test_single_precision_is_near(kind):
     """Long enough for the kernels of single precision, which the definition's short cases do not reach."""
@@ -438,7 +454,7 @@ def test_tables_of_other_tokens(make, unchecked):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: native(2, 3, 1), "num_heads=2 must divide embed_dim=8, and num_kv_heads=3 must divide num_heads"),
+        (lambda: native(2, 3, 1), "num_kv_heads must divide num_heads=2; got 3"),
         (lambda: native(2, 1, 3), "query_block=3 must divide block_size=4"),
         (lambda: native(2, 1, 1, block_size=65537), r"block_size must be.*from 1 to 65536; got 65537"),
         (lambda: native(2, 1, 1, compress_block=3), "compress_stride=2 must divide compress_block=3"),
@@ -498,6 +514,29 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
             for shape in ((1, 32), (3, 1500), (2, 47)) if exports_any else [(2, 47)]:
                 x = torch.randn(*shape, 32)
                 torch.testing.assert_close(program(x), module(x))  # short calls may get another backend
+        """
+    )
+
+
+def test_compiled_layers_read_token_by_token(compiling_python):
+    compiling_python(
+        """
+        import torch
+        from torch._dynamo.testing import CompileCounter
+        from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, SelectionCache
+
+        shared = {"block_size": 4, "query_block": 2}
+        sizes = {"compress_block": 4, "compress_stride": 2, "num_selected": 3, "window": 8, **shared}
+        for module in (BlockAttentionMixture(32, 4, 2, **shared), NativeSparseAttention(32, 4, 2, **sizes)):
+            counter = CompileCounter()
+            compiled, cache = torch.compile(module, backend=counter), SelectionCache()
+            x = torch.randn(1, 100, 32)
+            with torch.no_grad():
+                rows = [compiled(some, cache=cache) for some in x[:, :60].split([41, 1, 1, 1, 16], 1)]
+                graphs = counter.frame_count
+                rows += [compiled(some, cache=cache) for some in x[:, 60:].split(1, 1)]
+                assert counter.frame_count == graphs
+                torch.testing.assert_close(torch.cat(rows, 1), module(x))
         """
     )
 

@@ -274,12 +274,11 @@ def test_a_whole_cache_is_not_copied_for_a_layout():
 def test_sums_with_layouts():
     q, k, v = (torch.randn(2, 64, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     layout = BlockLayout.random(64, 0.4, 0, 16)
-    shown = layout.dense_mask()[0].int()
-    counts = seen(64, 64, 5, 5).int() + shown
-    for pattern, expected in ((Window(5) + layout, counts), (layout + Window(5), counts), (layout + layout, 2 * shown)):
+    counts = seen(64, 64, 5, 5).int() + layout.dense_mask()[0].int()
+    for pattern in (Window(5) + layout, layout + Window(5)):
         errors = excesses(
             lambda q, k, v, pattern=pattern: attention(q, k, v, pattern, return_lse=True), (q, k, v),
-            expected.expand(4, -1, -1), scale=8**-0.5, gradient_of=("out", "lse"),
+            counts.expand(4, -1, -1), scale=8**-0.5, gradient_of=("out", "lse"),
         )  # fmt: skip
         assert all(error <= 1 for error in errors.values()), errors
     with pytest.raises(UnsupportedError, match=r"Window\(\.\.\.\) \* BlockLayout"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -38,7 +37,7 @@ from dilated_attention.patterns import (
     layout_inside,
 )
 from dilated_attention.plan import EVERY, Branches, Plan, plan_of, row_counts
-from dilated_attention.torch_internals import in_export, in_torch_func, is_mapped, is_symbol, observed
+from dilated_attention.torch_internals import in_autocast, in_export, in_torch_func, is_mapped, is_symbol, observed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -393,18 +392,6 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
         "call", kind, shown, values, types, q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
         v.shape, v.dtype, v.device, v.layout,
     )  # fmt: skip
-
-
-def in_autocast(x: Tensor) -> bool:
-    """Return whether autocast is on for the device of x."""
-    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # a device takes long to say its type
-    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return known and torch.is_autocast_enabled(kind)
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context without autocast on the device of x."""
-    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor, if_mixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -178,7 +178,7 @@ def number(name: str, value: float | None) -> None:
 
 def positive_number(name: str, value: Any) -> float:
     number(name, value)
-    if not value > 0:
+    if value is None or not value > 0:
         raise ValueError(f"{name} must be a positive number; got {value!r}")
     return float(value)
 
@@ -222,6 +222,23 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
 
 def positive(name: str, value: Any) -> int:
     return integer(name, value, 1)
+
+
+def kv_heads(num_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
+    """Return both as integers; num_kv_heads=None: num_heads."""
+    num_heads = positive("num_heads", num_heads)
+    num_kv_heads = num_heads if num_kv_heads is None else positive("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
+    return num_heads, num_kv_heads
+
+
+def heads(embed_dim: Any, num_heads: Any, num_kv_heads: Any) -> tuple[int, int, int]:
+    """Return the sizes as integers, as `kv_heads` does."""
+    embed_dim, sizes = positive("embed_dim", embed_dim), kv_heads(num_heads, num_kv_heads)
+    if embed_dim % sizes[0]:
+        raise ValueError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
+    return embed_dim, *sizes
 
 
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:

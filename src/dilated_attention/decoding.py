@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern, as_autocast, without_autocast
+from dilated_attention.call import Pattern, as_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.merge import with_sinks
 from dilated_attention.patterns import Dilated, Window
+from dilated_attention.torch_internals import without_autocast
 
 
 def cached_attention(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dilated_attention import execution
 from dilated_attention.backends.table import BACKENDS, Choice
-from dilated_attention.call import Call, Shards, without_autocast
+from dilated_attention.call import Call, Shards
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import running
@@ -33,6 +33,7 @@ from dilated_attention.torch_internals import (
     not_traced,
     observed,
     of_each_gradient,
+    without_autocast,
 )
 
 _CALL = (

@@ -465,9 +465,6 @@ class Sum(_Branched):
         return sum([part.flops(seq_len, num_heads, head_dim, is_causal) for part in self.parts])
 
 
-BlockLayout.__add__ = _Term.__add__  # type: ignore[operator]
-
-
 def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
     """Return how many keys each token of each head sees, int64 `(heads, seq)`."""
     if isinstance(part, BlockLayout):
@@ -628,10 +625,7 @@ class Product(_Term):
         return plot_product(self, seq_len, head, num_heads, is_causal, ax)
 
     def _counts(self, seq_len: int, num_heads: int, is_causal: bool, num_kv_heads: int | None = None) -> Tensor:
-        seq_len, num_heads = checks.positive("seq_len", seq_len), checks.positive("num_heads", num_heads)
-        kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
-        if num_heads % kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
+        seq_len, (num_heads, kv_heads) = checks.positive("seq_len", seq_len), checks.kv_heads(num_heads, num_kv_heads)
         ratio = num_heads // kv_heads
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan_of(self.dilated.branches(kv_heads), (0, seq_len)).groups:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from operator import index
 from typing import Any, TypeVar
@@ -176,6 +176,18 @@ def mapped_indices() -> AbstractContextManager[None]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # half a second to import
 
     return TransformGetItemToIndex()
+
+
+def in_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on for the device of x."""
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # a device takes long to say its type
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return known and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context without autocast on the device of x."""
+    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
 
 
 def require_when_run(condition: Tensor, message: str) -> None:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.call import Pattern, as_autocast, branched_factor, without_autocast
+from dilated_attention.call import Pattern, as_autocast, branched_factor
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Product, Sum, without_padding
 from dilated_attention.plan import Rows, StridedGroup, plan_of
+from dilated_attention.torch_internals import without_autocast
 
 _LEAST_RUN = 256  # queries of a narrow window that are computed at once
 

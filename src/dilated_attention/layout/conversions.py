@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pair, lists_of_keys, rows_of
-from dilated_attention.torch_internals import mapped_indices
+from dilated_attention.torch_internals import mapped_indices, require_when_run
 
 DENSE_LIMIT = 2**26  # elements of a dense mask that tests and small plots may ask for
 WIDE_LISTS = 2**22  # the most entries that the padded lists of a BlockMask may have
@@ -30,12 +30,20 @@ def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
     return tensor.to(torch.int64)
 
 
+def _found(wrong: Tensor) -> bool:
+    """Return whether `wrong` is true anywhere; in a compiled graph False, which raises RuntimeError when it runs."""
+    if not torch.compiler.is_compiling():
+        return bool(wrong.any())
+    require_when_run(~wrong.any(), "the lists of a BlockLayout do not fit its blocks")
+    return False
+
+
 def check_causal(grid: BlockGrid, counts: Tensor, indices: Tensor) -> None:
     if not grid.is_causal:
         return
     row = rows_of(counts, indices.numel())
     above = grid.above(row, indices)
-    if bool(above.any()):
+    if _found(above):
         at = int(above.nonzero()[0])
         raise ValueError(
             f"is_causal=True contradicts key block {int(indices[at])} of query block {int(row[at]) % grid.rows}, "
@@ -98,7 +106,7 @@ def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_ca
             f"got shape {tuple(indices.shape)}"
         )
     outside = (indices < -1) | (indices >= grid.columns)
-    if bool(outside.any()):
+    if _found(outside):
         raise ValueError(
             f"indices must lie in [0, {grid.columns}), or be -1 for none, for seq_len={grid.seq_len} and key blocks of "
             f"{k_block}; got {_few(indices[outside])}"
@@ -116,13 +124,13 @@ def check_lists(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> None:
     bounds = indptr.reshape(-1, grid.rows + 1)
     starts = torch.cat([bounds[:, 0], indptr.new_tensor([indices.numel()])])
     ends = torch.cat([indptr.new_tensor([0]), bounds[:, -1]])
-    if bool((bounds.diff(dim=-1) < 0).any()) or not torch.equal(starts, ends):
+    if _found(torch.cat([bounds.diff(dim=-1).flatten() < 0, starts != ends])):
         raise ValueError(
             f"indptr must ascend from 0 to the {indices.numel()} indices, each head going on where the last one "
             f"ended; got {_few(indptr)}"
         )
     outside = (indices < 0) | (indices >= grid.columns)
-    if bool(outside.any()):
+    if _found(outside):
         raise ValueError(
             f"indices must lie in [0, {grid.columns}) for seq_len={grid.seq_len} and key blocks of {grid.k_block}, "
             f"got {_few(indices[outside])}"
@@ -130,7 +138,7 @@ def check_lists(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> None:
     counts = indptr.diff(dim=-1)
     row = rows_of(counts, indices.numel())
     falls = (indices.diff() <= 0) & (row[1:] == row[:-1])
-    if bool(falls.any()):
+    if _found(falls):
         at = int(falls.nonzero()[0])
         raise ValueError(
             f"indices must be sorted and distinct within a row, got {int(indices[at])} before "

@@ -115,23 +115,11 @@ class DilatedAttention(nn.Module):
         seq_len = self.seq_len if seq_len is None else seq_len
         whole = q.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
         return attention(
-            q,
-            k,
-            v,
-            self.pattern_of(whole, not lengths is cu_seqlens is None),
-            is_causal=is_causal,
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            lengths=lengths,
-            cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask,
-            return_lse=return_lse,
-            backend=self.backend,
-            mesh=self.mesh,
-            seq_len=seq_len,
-            transport=self.transport if self.mesh is not None else "auto",
-            layer=self.layer,
-        )
+            q, k, v, self.pattern_of(whole, not lengths is cu_seqlens is None), is_causal=is_causal, scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0, lengths=lengths, cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask, return_lse=return_lse, backend=self.backend, mesh=self.mesh,
+            seq_len=seq_len, transport=self.transport if self.mesh is not None else "auto", layer=self.layer,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{self.pattern}, dropout={self.dropout}, backend={self.backend!r}"
@@ -280,9 +268,7 @@ class MultiheadDilatedAttention(nn.Module):
         pattern: Pattern | LayoutOfLength | None = None,
     ) -> None:
         super().__init__()
-        embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
-        if embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
+        embed_dim, num_heads, _ = checks.heads(embed_dim, num_heads, None)
         if add_bias_kv or add_zero_attn:
             name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
             raise UnsupportedError(f"{name}=True: the added key has no position, so no branch shows it; leave it False")

@@ -13,6 +13,7 @@ from dilated_attention.decoding import listed_attention
 from dilated_attention.nn.positions import Tables
 from dilated_attention.nn.selection import BlockChoice, SelectingAttention, SelectionCache
 from dilated_attention.parallel.choosing import in_whole_blocks, sums_of_blocks
+from dilated_attention.torch_internals import without_autocast
 
 
 class MixtureChoice(BlockChoice):
@@ -21,7 +22,7 @@ class MixtureChoice(BlockChoice):
     def importance(self, q: Tensor, start: int, key: Tensor, blocks: int) -> Tensor:
         mean = key[:, :blocks].permute(0, 2, 3, 1)[:, :, None]
         query = q.to(mean.dtype).unflatten(2, (mean.shape[1], -1)).permute(0, 2, 3, 1, 4)
-        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
+        with without_autocast(q):
             scores = (query @ mean).flatten(1, 2)
         return F.pad(scores, (0, blocks - scores.shape[-1]))  # a last block that is not whole
 
@@ -35,22 +36,18 @@ class BlockAttentionMixture(SelectingAttention):
     where B_t holds the block of token t and the `top_k - 1` earlier blocks with the largest q_t · mean(K of the
     block). q and k are R W_q x and R W_k x with rotary positions R. The choice has no gradient.
 
-    Memory is O(seq), because the scores from which queries choose are computed in pieces of bounded size.
+    Memory is O(seq): scores from which queries choose are computed in pieces.
 
     Args:
         num_kv_heads: the number of KV heads; None: num_heads.
         block_size: the number of tokens per block.
         top_k: the number of blocks that a query sees, including its own.
-        query_block: this many neighbouring queries share the blocks that the first of them chooses, so that the choice
-            depends on no token that one of them must not see. It must divide `block_size`. With 1, as in the paper,
-            each query chooses and reads its keys by itself, which is slow on a CPU.
+        query_block: this many neighbouring queries share the blocks that the first of them chooses, as in
+            `NativeSparseAttention`; 1 in the paper.
         bias: add a bias to the projections.
         backend: as in `attention`.
 
-    Shapes: forward takes x `(batch, seq, embed_dim)`, the `rotary` tables of its tokens, and as `cache` the
-    `SelectionCache` of the tokens before x; it returns the shape of x. Pad shorter samples at their ends, since no row
-    sees a later one, or pack them and give `cu_seqlens`. Over a mesh (`parallel.set_context_parallel`) x is this rank's
-    shard, and cache must be None.
+    Shapes, padding, packed samples, caches and meshes are as in `NativeSparseAttention`.
 
     Examples:
         >>> from dilated_attention.nn import BlockAttentionMixture
@@ -114,9 +111,7 @@ class BlockAttentionMixture(SelectingAttention):
         return self.output(out.flatten(-2))
 
     def _means(self, k: Tensor) -> Tensor:
-        """Return the mean key of each whole block of k, in at least single precision and without gradient.
-
-        Over a mesh, k has 0 at the tokens of other ranks, and the ranks' results are then added.
-        """
+        """Return the mean key of each whole block of k, in at least single precision and without gradient; over a mesh
+        see `sums_of_blocks`."""
         dtype = torch.promote_types(k.dtype, torch.float32)
         return in_whole_blocks(k.detach(), self.block_size, self.block_size).mean(-1, dtype=dtype)

@@ -20,6 +20,7 @@ from dilated_attention.nn.selection import BlockChoice, SelectingAttention, Sele
 from dilated_attention.parallel.choosing import in_whole_blocks, sums_of_blocks, whole_blocks
 from dilated_attention.parallel.sharding import gathered
 from dilated_attention.patterns import Dilated, layout_for
+from dilated_attention.torch_internals import without_autocast
 
 
 class BlockPooling(nn.Module):
@@ -44,10 +45,7 @@ class BlockPooling(nn.Module):
         return self.row(F.gelu(self.hidden(self._blocks(x))))
 
     def sums(self, x: Tensor) -> Tensor:
-        """Return W_1 [x_{i·d}; …; x_{i·d+l-1}] for each block, shaped like the result of forward.
-
-        Over a mesh, each rank passes x with 0 at the tokens of other ranks, and the ranks' results are then added.
-        """
+        """Return W_1 [x_{i·d}; …; x_{i·d+l-1}] for each block, shaped like the result of forward (`sums_of_blocks`)."""
         return self.hidden(self._blocks(x)) - self._of_nothing(x)
 
     def of_sums(self, sums: Tensor) -> Tensor:
@@ -87,7 +85,7 @@ class NativeChoice(BlockChoice):
         position = torch.arange(start, start + queries * step, step, device=q.device)
         seen = (position + 1 - self.length) // self.stride + 1
         query = q.to(dtype).unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4)
-        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
+        with without_autocast(q):
             scores = query @ key[:, :number].to(dtype).permute(0, 2, 3, 1)[:, :, None] * q.shape[3] ** -0.5
         hidden = torch.arange(number, device=q.device) >= seen[:, None]
         probability = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0).sum(2)

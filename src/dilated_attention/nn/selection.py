@@ -9,7 +9,6 @@ from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
-from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -74,7 +73,8 @@ class BlockChoice:
         own = torch.arange(start, start + queries * step, step, device=q.device)[:, None] // self.block_size
         block = torch.arange(blocks, device=q.device)
         chosen = []
-        for at in slices(0, queries, q.shape[0] * q.shape[2] * max(blocks, key.shape[1])):
+        scores = 0 if q.is_meta else q.shape[0] * q.shape[2] * max(blocks, key.shape[1])  # of a query in memory
+        for at in slices(0, queries, scores):
             always = block > own[at] - self.local
             if self.first:
                 always = always | (block == 0)
@@ -183,7 +183,7 @@ class SelectionCache:
 
     def __init__(self, croppable: int = 16) -> None:
         self.earlier: deque[_State] = deque(maxlen=checks.integer("croppable", croppable, 0))
-        self.layer: ReferenceType[object] | None = None
+        self.layer: object = None
         self.batch = 0
         self.length = 0
         self.rows: dict[str, Rows] = {}
@@ -196,8 +196,8 @@ class SelectionCache:
         """
         if not self.length:
             self.layer, self.batch = None, batch
-        self.layer = self.layer or ref(layer)
-        if self.layer() is not layer:
+        self.layer = self.layer or layer
+        if self.layer is not layer:
             raise ValueError("cache holds the tokens of another layer; each layer needs a SelectionCache of its own")
         if self.batch != batch:
             raise ValueError(f"cache holds {self.batch} samples, got x with {batch}; begin with an empty one")
@@ -295,21 +295,14 @@ class SelectingAttention(nn.Module):
         self, embed_dim: int, num_heads: int, num_kv_heads: int | None, block_size: int, query_block: int, backend: str
     ) -> None:
         super().__init__()
-        embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
-        if embed_dim % num_heads or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads={num_heads} must divide embed_dim={embed_dim}, and num_kv_heads={num_kv_heads} must divide "
-                "num_heads"
-            )
+        self.embed_dim, self.num_heads, self.num_kv_heads = checks.heads(embed_dim, num_heads, num_kv_heads)
+        self.head_dim = self.embed_dim // self.num_heads
         block_size = checks.integer("block_size", block_size, 1, MAX_BLOCK)
         query_block = checks.positive("query_block", query_block)
         # Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask.
         if block_size % query_block:
             raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
         check_name(backend)
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads
         self.block_size, self.query_block, self.backend = block_size, query_block, backend
         self.seq_len: int | None = None
         self.set_context_parallel(None)
@@ -385,12 +378,16 @@ class SelectingAttention(nn.Module):
         with cache.restored_on_error():
             if not cache.used_by(self, x.shape[0]):
                 return self._whole(x, rotary, cache)
-            outs = []
-            for i in range(x.shape[1]):
-                cache.keep_for_crop()
-                row = slice(i, i + 1)
-                outs.append(self._next(x[:, row], tables_at(rotary, row), cache))
-            return torch.cat(outs, 1)
+            return self._one_by_one(x, rotary, cache)
+
+    @not_traced  # else the compiler would make a graph for every place of a token in its block
+    def _one_by_one(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
+        outs = []
+        for i in range(x.shape[1]):
+            cache.keep_for_crop()
+            row = slice(i, i + 1)
+            outs.append(self._next(x[:, row], tables_at(rotary, row), cache))
+        return torch.cat(outs, 1)
 
     def _project(self, x: Tensor, rotary: Tables | None) -> tuple[Tensor, list[Tensor]]:
         """Return the queries, and a list of keys and values: k, v of the first branch, k, v of the next.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -74,6 +73,7 @@ class SelfAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        embed_dim, num_heads, num_kv_heads = checks.heads(embed_dim, num_heads, num_kv_heads)
         checks.probability("dropout", dropout)
         self.heads = (num_heads, num_kv_heads, num_kv_heads)
         self.head_dim = embed_dim // num_heads
@@ -117,6 +117,7 @@ class SelfAttention(nn.Module):
             memory: the earlier tokens, which x continues; unused with first_only.
             first_only: return only the row of each sample's first token, `(1, samples, embed_dim)` if packed.
         """
+        _, cu_seqlens = checks.ragged(x, None, cu_seqlens)
         attend = partial(self._attend, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
         if first_only:
             attend = partial(self._attend_first, attend=attend, is_causal=is_causal, cu_seqlens=cu_seqlens)
@@ -134,18 +135,15 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         if self.attention is not None:
             return self.attention(q, k, v, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
-        dropout_p = self.dropout if self.training else 0.0
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         dense = partial(
-            F.scaled_dot_product_attention,
-            is_causal=is_causal,
-            dropout_p=dropout_p,
+            F.scaled_dot_product_attention, is_causal=is_causal, dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.heads[0] != self.heads[1],
-        )
+        )  # fmt: skip
         if cu_seqlens is None:
             return dense(q, k, v).transpose(1, 2)
-        samples = [dense(*(x[:, :, i:j] for x in (q, k, v))) for i, j in pairwise(cu_seqlens.tolist())]
-        return torch.cat(samples, 2).transpose(1, 2)
+        samples = checks.samples(q.shape[2], None, cu_seqlens)
+        return torch.cat([dense(*(x[:, :, at] for x in (q, k, v))) for _, at in samples], 2).transpose(1, 2)
 
     def _attend_first(
         self,
@@ -163,11 +161,8 @@ class SelfAttention(nn.Module):
         query = first_tokens(q, cu_seqlens)
         if cu_seqlens is None:
             return first(query, k, v)
-        samples = [
-            first(query[:, i : i + 1], k[:, start:stop], v[:, start:stop])
-            for i, (start, stop) in enumerate(pairwise(cu_seqlens.tolist()))
-        ]
-        return torch.cat(samples, 1)
+        samples = checks.samples(k.shape[1], None, cu_seqlens)
+        return torch.cat([first(query[:, i : i + 1], k[at], v[at]) for i, at in enumerate(samples)], 1)
 
 
 def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) -> Tensor:
@@ -215,6 +210,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int, *, bias: bool = False) -> None:
         super().__init__()
+        embed_dim, num_heads, num_kv_heads = checks.heads(embed_dim, num_heads, num_kv_heads)
         self.heads = (num_heads, num_kv_heads)
         self.head_dim = embed_dim // num_heads
         self.input = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -242,15 +238,16 @@ class CrossAttention(nn.Module):
         q = self.input(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = source.read(self)
         attend = partial(F.scaled_dot_product_attention, enable_gqa=self.heads[0] != self.heads[1])
+        _, cu_seqlens = checks.ragged(x, None, cu_seqlens)
         if cu_seqlens is None:
             out = attend(q, k, v, mask)
         else:  # each its own source
+            samples = checks.samples(x.shape[1], None, cu_seqlens)
+            if len(samples) != len(k):
+                raise ValueError(f"source must have a row for each of {len(samples)} packed samples; got {len(k)}")
             masks = [None] * len(k) if mask is None else mask.split(1)
-            samples = [
-                attend(q[:, :, start:stop], k[i : i + 1], v[i : i + 1], masks[i])
-                for i, (start, stop) in enumerate(pairwise(cu_seqlens.tolist()))
-            ]
-            out = torch.cat(samples, 2)
+            rows = zip(samples, k.split(1), v.split(1), masks, strict=True)
+            out = torch.cat([attend(q[:, :, at], *row) for (_, at), *row in rows], 2)
         return self.output(out.transpose(1, 2).flatten(-2))
 
 
@@ -324,16 +321,9 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(embed_dim, norm_eps)
         self.attention = SelfAttention(
-            embed_dim,
-            num_heads,
-            num_kv_heads,
-            pattern,
-            backend,
-            bias=bias,
-            sub_ln=sub_ln,
-            norm_eps=norm_eps,
+            embed_dim, num_heads, num_kv_heads, pattern, backend, bias=bias, sub_ln=sub_ln, norm_eps=norm_eps,
             dropout=attention_dropout,
-        )
+        )  # fmt: skip
         self.cross_norm = nn.LayerNorm(embed_dim, norm_eps) if cross_attention else None
         self.cross_attention = (
             CrossAttention(embed_dim, num_heads, num_kv_heads, bias=bias) if cross_attention else None
@@ -368,6 +358,8 @@ class TransformerBlock(nn.Module):
 
         The other arguments are as in `SelfAttention`.
         """
+        if (self.cross_attention is None) != (source is None):
+            raise ValueError(f"source must be given if the block has cross_attention, else be None; got {source!r:.50}")
 
         def drop(x: Tensor, place: int) -> Tensor:
             if shard_dropout is None or not self.training:
@@ -380,7 +372,8 @@ class TransformerBlock(nn.Module):
         if self.cross_attention is not None:
             assert self.cross_norm is not None
             assert source is not None
-            read = self.cross_attention(self.cross_norm(x), source, source_mask, cu_seqlens)
+            edges = torch.arange(len(cu_seqlens)) if first_only and cu_seqlens is not None else cu_seqlens
+            read = self.cross_attention(self.cross_norm(x), source, source_mask, edges)
             x = x + drop(read, 1)
         # In training, a checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         whole = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling() or in_torch_func()

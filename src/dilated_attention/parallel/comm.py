@@ -135,8 +135,8 @@ class Transfer:
 class Forwards:
     """Give each forward of one layer a number, which goes into the seals of its messages.
 
-    Ranks that run the same program get the same numbers. A forward that activation checkpointing recomputes inside a
-    backward gets another number, which is computed from the number of the forward which it repeats.
+    Ranks that run the same program get the same numbers. A forward that activation checkpointing recomputes gets
+    another number (`next`).
 
     Attributes:
         count: the forwards so far, without recomputed ones.

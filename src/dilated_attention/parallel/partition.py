@@ -464,11 +464,7 @@ def crosses(sharding: Sharding) -> bool:
 
 
 def doubling_refusal(sharding: Sharding) -> str | None:
-    """Return why recursive doubling cannot serve a sharding, or None if it can.
-
-    Doubling needs a power of two of equal shards, no packed samples, windows or layouts, and segments that divide a
-    shard or consist of 1, 2, 4, ... shards.
-    """
+    """Return why recursive doubling cannot serve a sharding, or None if it can."""
     size, edges = sharding.world_size, sharding.bounds
     shard = sharding.seq_len // size
     if size & (size - 1):

@@ -85,7 +85,7 @@ def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int] | None 
 
 
 witness: Callable[[], str] | None = None
-"""The function that says which ranks are lost (`set_witness`); None: ask the store."""
+"""See `set_witness`."""
 
 
 def set_witness(verdict: Callable[[], str] | None) -> None:

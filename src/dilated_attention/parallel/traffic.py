@@ -156,10 +156,10 @@ def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> Exchan
     framed_out, framed_in = _framed(out, seal), _framed(into, seal)
     again = row if transport == "ring" else 0  # its backward fetches the rows a second time
     return ExchangePlan(
-        transport=transport,
-        world_size=sharding.world_size,
-        rank=rank,
-        shard=sharding.shard(rank),
+        transport,
+        sharding.world_size,
+        rank,
+        sharding.shard(rank),
         rows_sent=sum(out),
         rows_received=sum(into),
         peers_sent=sum([rows > 0 for rows in out]),
@@ -190,10 +190,10 @@ def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
     messages = (size - 1) * (own > 0) + sum([count > 0 for count in others])
     kept = shape.batch * sharding.seq_len * (2 * (heads + kv_heads) * shape.head_dim * item + heads * wide)
     return ExchangePlan(
-        transport="ulysses",
-        world_size=size,
-        rank=rank,
-        shard=sharding.shard(rank),
+        "ulysses",
+        size,
+        rank,
+        sharding.shard(rank),
         rows_sent=own * (size - 1),
         rows_received=sum(others),
         peers_sent=messages,
@@ -298,12 +298,9 @@ def exchange_plan(
         >>> plan.rows_received  # the last 1,023 tokens of the rank before, for each of 16 heads
         16368
     """
-    seq_len, num_heads = checks.integer("seq_len", seq_len, 0), checks.positive("num_heads", num_heads)
-    world_size = checks.positive("world_size", world_size)
+    seq_len, world_size = checks.integer("seq_len", seq_len, 0), checks.positive("world_size", world_size)
     rank = checks.integer("rank", rank, 0, world_size - 1)
-    kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
-    if num_heads % kv_heads:
-        raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads!r}")
+    num_heads, kv_heads = checks.kv_heads(num_heads, num_kv_heads)
     edges = partition.balanced_bounds(seq_len, world_size) if bounds is None else checks.integers("bounds", bounds)
     if len(edges) != world_size + 1 or edges[-1] != seq_len:
         raise ValueError(

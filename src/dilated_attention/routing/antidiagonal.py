@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
-from dilated_attention.routing.estimates import Sample
+from dilated_attention.routing.estimates import Sample, estimated_shares
 from dilated_attention.routing.grid import Candidates, Keys, Options, Queries, candidates
 from dilated_attention.routing.operator import selector
 from dilated_attention.routing.selectors import largest_shares
@@ -54,7 +54,7 @@ def antidiagonal_blocks(
     stride = checks.positive("stride", stride)
     if grid.q_block % stride or grid.k_block % stride:
         raise ValueError(f"stride={stride} must divide both block sizes, {grid.q_block} and {grid.k_block}")
-    return largest_shares(q, k, density, grid, sample=_pieces(q, k, grid, stride))
+    return largest_shares(q, k, density, grid, estimated_shares(_pieces(q, k, grid, stride), grid))
 
 
 def _pieces(q: Tensor, k: Tensor, grid: Candidates, stride: int) -> Sample:

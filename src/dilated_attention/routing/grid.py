@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
@@ -12,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.cache import plan_cache
+from dilated_attention.cache import derived, plan_cache
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid, BlockSize, check_share
@@ -74,36 +73,36 @@ class Candidates(BlockGrid):
         """Return the shares (B, H, rows, columns) of heads as those of lists: the mean over the heads of a list."""
         return share if self.kv_heads is None else share.unflatten(1, (self.kv_heads, -1)).mean(2)
 
-    @cached_property
+    @derived
     def first_query(self) -> Tensor:
         """The first token of each query block, `(rows,)`."""
         return torch.arange(self.rows, device=self.device) * self.q_block
 
-    @cached_property
+    @derived
     def always(self) -> Tensor:
         """Booleans `(rows, columns)`: with `keep_diagonal`, the key blocks that the query block's tokens lie in."""
         column, (starts, stops, _) = torch.arange(self.columns, device=self.device), self.bounds
         return (column >= starts[:, None]) & (column < stops[:, None])
 
-    @cached_property
+    @derived
     def bounds(self) -> compiled.Rows:
         """The run [starts, stops) of key blocks that each query block always lists, and how many it may choose from."""
         last_query = (self.first_query + self.q_block).clamp(max=self.seq_len) - 1
         starts, stops = self.first_query // self.k_block, last_query // self.k_block + 1
         return compiled.Rows(starts, stops if self.keep_diagonal else starts, self.choices)
 
-    @cached_property
+    @derived
     def choices(self) -> Tensor:
         """The number of key blocks that a query block may choose from, `(rows,)`; if causal, up to its first query."""
         if not self.is_causal:
             return torch.full((self.rows,), self.columns, device=self.device)
         return (self.first_query + 1) // self.k_block
 
-    @cached_property
+    @derived
     def allowed(self) -> Tensor:
         return torch.arange(self.columns, device=self.device) < self.choices[:, None]
 
-    @cached_property
+    @derived
     def first_chooser(self) -> Tensor:
         """The first query block that may choose each key block when causal (the last one if none may), `(columns,)`."""
         last_key = torch.arange(1, self.columns + 1, device=self.device) * self.k_block - 1

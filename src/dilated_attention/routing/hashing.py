@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention import checks
+from dilated_attention import checks, ranking
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
 from dilated_attention.routing.estimates import block_peaks, in_blocks, part_means, pieces
-from dilated_attention.routing.forecast import Forecast
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, is_compiled
 from dilated_attention.routing.operator import selector
+from dilated_attention.routing.selectors import largest_shares
 
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
 LSH_KEYS = 20  # and keys, those with the largest weights
@@ -71,24 +72,28 @@ def lsh_blocks(
     planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64, device="cpu")
     hashes = _Hashes(planes.to(grid.device, grid.dtype), num_bits)
     queries = _queries(q, grid, 1 if density is None else max(1, grid.q_block // LSH_QUERIES))
-    met = hashes.weights(*queries)  # (B, H, rows, hashes * buckets); when causal without row 0
     means, sizes = part_means(k, grid, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
-    everything, skip = slice(0, grid.rows), int(is_causal)
-    if density is None:
-        keys = in_blocks(k, grid.k_block)
-        real = torch.arange(keys.shape[1] * grid.k_block, device=grid.device) < grid.seq_len
-        real = real.view(1, keys.shape[1], 1, grid.k_block).to(grid.dtype)
-        held = hashes.weights(keys, centre, real).repeat_interleave(q.shape[2] // k.shape[2], 1)
-        collisions = F.pad((met @ held.mT).clamp_(max=1), (0, 0, skip, 0))
-        active = (collisions > 0) & grid.allowed | grid.always
-        return grid.layout_of([(everything, collisions, torch.maximum(active.sum(-1), grid.least()))])
-    budget = grid.budget(density)
-    met /= queries.real.sum(-1).clamp(min=1).mT[..., None] * num_hashes
-    share = F.pad(_shares(met, queries.centre, k, means[:, :, 0], centre, hashes, grid), (0, 0, skip, 0))
-    if is_causal:
-        share = Forecast(q, k, grid)(everything, share, budget)
-    return grid.layout_of([(everything, share, budget)])
+    met, number = hashes.weights(*queries), queries.real.sum(-1).mT  # (B, H, rows, hashes * buckets), (1, 1, rows)
+    if is_causal:  # row 0 is empty
+        met, number = F.pad(met, (0, 0, 1, 0)), F.pad(number, (1, 0))
+    if density is not None:
+        met /= number.clamp(min=1)[..., None] * num_hashes
+        return largest_shares(
+            q, k, density, grid, _shares(met, queries.centre, k, means[:, :, 0], centre, hashes, grid)
+        )
+    keys = in_blocks(k, grid.k_block)
+    real = torch.arange(keys.shape[1] * grid.k_block, device=grid.device) < grid.seq_len
+    real = real.view(1, keys.shape[1], 1, grid.k_block).to(grid.dtype)
+    held = hashes.weights(keys, centre, real).repeat_interleave(q.shape[2] // k.shape[2], 1).mT
+
+    def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for at in ranking.slices(0, grid.rows, len(q) * q.shape[2] * grid.columns):
+            collisions = (met[:, :, at] @ held).clamp_(max=1)
+            active = (collisions > 0) & grid.allowed[at] | grid.always[at]
+            yield at, collisions, torch.maximum(active.sum(-1), grid.least()[at])
+
+    return grid.layout_of(rows())
 
 
 class _Tokens(NamedTuple):
@@ -114,8 +119,8 @@ def _queries(q: Tensor, grid: Candidates, step: int) -> _Tokens:
 
 def _shares(
     met: Tensor, centre_q: Tensor, k: Tensor, means: Tensor, centre_k: Tensor, hashes: _Hashes, grid: Candidates
-) -> Tensor:
-    """Return the estimated shares of `lsh_blocks`, (B, H, query blocks, key blocks); when causal without row 0.
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of query blocks with the estimated shares of `lsh_blocks`, (B, H, blocks of the slice, key blocks).
 
     A key's weight exp(q̄·k) is computed as the product of two factors. The weight relative to the largest one in the
     key's block uses the q̄ of the first query block that may choose this block, so it is the same for all rows. The
@@ -125,29 +130,32 @@ def _shares(
         met: (B, H, rows, hashes * buckets), the share of a query block's queries in each bucket; the shares in one hash
             sum to 1 / hashes. Overwritten.
         centre_q, centre_k: the means that are subtracted from queries and keys before hashing, (B, 1, H or kv_heads,
-            D); when causal, one per row or column instead of 1. centre_q is q̄.
+            D); when causal, one per row or column instead of 1, but centre_q without row 0. centre_q is q̄.
         means: (B, columns, kv_heads, D), the mean key of each key block.
     """
-    group, skip = met.shape[1] // k.shape[2], int(grid.is_causal)
-    chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser] if grid.is_causal else centre_q
+    group, chooser = met.shape[1] // k.shape[2], centre_q
+    if grid.is_causal:
+        centre_q = F.pad(centre_q, (0, 0, 0, 0, 1, 0))
+        chooser = centre_q[:, grid.first_chooser]
     keys, within, _ = block_peaks(k, grid.scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block))
     means, peak = means.to(grid.dtype).repeat_interleave(group, 2), within[..., :1]
     # a key whose weight overflows has none: a NaN times 0 would reach the rows that do not see the key
     weight = F.pad((within - peak).exp_().nan_to_num_(nan=0.0), (0, 1))  # the mean of the others has none
     held = hashes.weights(keys, centre_k.repeat_interleave(group, 2), weight)
-    relative = grid.scale * torch.einsum("bihd,bjhd->bhij", centre_q, means)
-    relative += (peak - grid.scale * (means * chooser).sum(-1, keepdim=True)).permute(0, 2, 3, 1)
-    if grid.is_causal:
-        relative.masked_fill_(~grid.allowed[skip:], -math.inf)
-    # (B, H, rows, columns); not causal: one row for all
-    relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).min)).exp()
-    share = relative.new_zeros(*met.shape[:3], grid.columns)
-    for at, seen in pieces(grid.choices[skip:], grid.rows):
-        near, some = relative[:, :, at, :seen], held[:, :, :seen]
-        hits = met[:, :, at].div_((near @ some).add_(NO_KEYS))
-        torch.mul(near, hits @ some.mT, out=share[:, :, at, :seen])
-    alone = relative * held[..., : hashes.buckets].sum(-1)[:, :, None]
-    return share.add_(WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).tiny))
+    in_one = held[..., : hashes.buckets].sum(-1)[:, :, None]
+    peak = (peak - grid.scale * (means * chooser).sum(-1, keepdim=True)).permute(0, 2, 3, 1)
+    most = max(1, ranking.CHUNK // (len(k) * met.shape[1] * grid.columns))
+    for at, seen in pieces(grid.choices, most):
+        centre = centre_q[:, at] if grid.is_causal else centre_q  # not causal: one row for all
+        relative = peak + grid.scale * torch.einsum("bihd,bjhd->bhij", centre, means)
+        if grid.is_causal:
+            relative.masked_fill_(~grid.allowed[at], -math.inf)
+        relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).min)).exp()
+        met_here, near, some = met[:, :, at], relative[..., :seen], held[:, :, :seen]
+        share = met.new_zeros(*met_here.shape[:3], grid.columns)
+        torch.mul(near, met_here.div_((near @ some).add_(NO_KEYS)) @ some.mT, out=share[..., :seen])
+        alone = relative * in_one
+        yield at, share.add_(WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).tiny))
 
 
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:

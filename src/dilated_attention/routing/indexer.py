@@ -15,6 +15,7 @@ from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.ranking import slices, stable_topk
 from dilated_attention.routing.grid import Keys, Queries
+from dilated_attention.torch_internals import without_autocast
 
 
 class Indexer(nn.Module):
@@ -127,7 +128,7 @@ class Indexer(nn.Module):
         """Return KL(p_t || softmax index(t, ·)), summed over batch and queries t in `at`; p_t is the mean over heads of
         the attention's probabilities."""
         index = self._index(x, at)
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(q):
             query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
             score = query @ k[:, : at.stop].to(index.dtype).permute(0, 2, 3, 1)[:, :, None] * scale
             wanted = score.masked_fill_(index[:, None, None] == -torch.inf, -torch.inf).softmax(-1).mean((1, 2))
@@ -139,7 +140,7 @@ class Indexer(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
         key, weight = self.key(x[:, : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             score = (query.transpose(1, 2) @ key.mT[:, None]).relu()
             index = torch.einsum("bjqs,bqj->bqs", score, weight) * self.head_dim**-0.5
         token = torch.arange(at.stop, device=x.device)

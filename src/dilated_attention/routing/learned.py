@@ -14,6 +14,7 @@ from dilated_attention.layout.spans import BlockSize, block_pair, check_share
 from dilated_attention.ranking import stable_topk
 from dilated_attention.routing.estimates import extremes, part_means
 from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates
+from dilated_attention.torch_internals import without_autocast
 
 
 class LearnedRouter(nn.Module):
@@ -59,12 +60,9 @@ class LearnedRouter(nn.Module):
         super().__init__()
         check_share("density", density)
         block_pair(block_size)
-        num_heads, rank = checks.positive("num_heads", num_heads), checks.positive("rank", rank)
-        head_dim = checks.positive("head_dim", head_dim)
+        head_dim, rank = checks.positive("head_dim", head_dim), checks.positive("rank", rank)
         checks.boolean("is_causal", is_causal)
-        num_kv_heads = num_heads if num_kv_heads is None else checks.positive("num_kv_heads", num_kv_heads)
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
+        num_heads, num_kv_heads = checks.kv_heads(num_heads, num_kv_heads)
         self.density, self.floor = density, checks.integer("floor", floor, 0)
         self.temperature = checks.positive_number("temperature", temperature)
         self.block_size, self.is_causal = block_size, is_causal
@@ -131,7 +129,7 @@ class LearnedRouter(nn.Module):
     def _scores(self, q: Tensor, k: Tensor, grid: Candidates) -> Tensor:
         """Return the scores (B, H, rows, columns), in the router's dtype even under autocast: rounding would change the
         choice and the sums of gates."""
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             dtype = self.query_map.dtype
             query = part_means(q, grid, grid.q_block, 1, before=self.is_causal)[0][:, :, 0]
             query = torch.einsum("bihd,hdr->bhir", query.to(dtype), self.query_map)

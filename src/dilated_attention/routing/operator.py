@@ -15,7 +15,7 @@ from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid
 from dilated_attention.routing.grid import candidates
-from dilated_attention.torch_internals import constant_when_traced, fixed, taken_as_true
+from dilated_attention.torch_internals import constant_when_traced, fixed, taken_as_true, without_autocast
 
 Choose = Callable[..., BlockLayout]
 
@@ -123,7 +123,7 @@ def _choose(
     options: dict[str, Any],
 ) -> BlockLayout:  # fmt: skip
     """Return the layout that `choose` returns, of each sample by itself where the batch is ragged."""
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q):
         if not (len(q) or len(k)):  # an empty batch: make the lists of a batch of one, and select none of them
             return choose(*(x.new_zeros(1, *x.shape[1:]) for x in (q, k)), **options).select(batch=[])
         if mask is not None:

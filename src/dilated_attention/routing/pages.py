@@ -12,10 +12,11 @@ from torch import Tensor
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.ranking import stable_topk
-from dilated_attention.routing.estimates import Sample, extremes, pooled_queries
+from dilated_attention.routing.estimates import Sample, estimated_shares, extremes, pooled_queries
 from dilated_attention.routing.grid import Candidates, Keys, Options, Queries, candidates
 from dilated_attention.routing.operator import selector
 from dilated_attention.routing.selectors import largest_shares
+from dilated_attention.torch_internals import without_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +54,7 @@ def page_bounds(q: Queries, k: Keys, density: float, *, page_size: int = 16, **o
     page_size = checks.positive("page_size", page_size)
     if grid.k_block % page_size:
         raise ValueError(f"page_size={page_size} must divide the size of a key block, {grid.k_block}")
-    return largest_shares(q, k, density, grid, sample=_pages(q, k, grid, page_size))
+    return largest_shares(q, k, density, grid, estimated_shares(_pages(q, k, grid, page_size), grid))
 
 
 class PageBounds:
@@ -167,7 +168,7 @@ class PageBounds:
         dtype, new = torch.promote_types(q.dtype, torch.float32), q.shape[1]
         key = self.bounds[:, :, None, : self.pages].to(dtype)
         query = _signed(q.transpose(1, 2).to(dtype)).unflatten(1, (kv_heads, -1))
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             bound = (query @ key.mT).flatten(1, 2)
         own = (torch.arange(self.seq_len - new, self.seq_len, device=q.device) // self.page_size)[:, None]
         page = torch.arange(self.pages, device=q.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -69,20 +69,19 @@ def topk_blocks(
         q, k, block_size=block_size, is_causal=is_causal, scale=scale, keep_diagonal=keep_diagonal, floor=floor,
         per_kv_head=per_kv_head,
     )  # fmt: skip
-    return largest_shares(q, k, density, grid, sample=pooled(q, k, grid))
+    return largest_shares(q, k, density, grid, estimated_shares(pooled(q, k, grid), grid))
 
 
 def largest_shares(
-    q: Tensor, k: Tensor, density: float, grid: Candidates, *, sample: Sample, lookahead: bool = False
-) -> BlockLayout:
-    """Choose as `topk_blocks` does, from shares that are estimated with the queries and keys in `sample`. When causal,
-    its queries end at the first one of their block, and shares are forecast from them; but not with `lookahead`, where
-    they are the block's own."""
+    q: Tensor, k: Tensor, density: float, grid: Candidates, found: Iterable[tuple[slice, Tensor]], *,
+    lookahead: bool = False,
+) -> BlockLayout:  # fmt: skip
+    """Choose as `topk_blocks` does, from consecutive slices of query blocks with their estimated shares. When causal,
+    shares are forecast from these, but not with `lookahead`, where they describe the block's own queries."""
     budget = grid.budget(density)
     forecast = Forecast(q, k, grid) if grid.is_causal and not lookahead else None
     return grid.layout_of(
-        (at, share if forecast is None else forecast(at, share, budget[at]), budget[at])
-        for at, share in estimated_shares(sample, grid)
+        (at, share if forecast is None else forecast(at, share, budget[at]), budget[at]) for at, share in found
     )
 
 
@@ -125,7 +124,7 @@ def sampled_blocks(
         tokens = first + (number * length + length // 2) // queries
     weight = torch.full(tokens.shape, 1 / queries, dtype=grid.dtype, device=grid.device)
     sample = Sample(q[:, tokens.flatten()], weight, k, grid.k_block, grid.scale)
-    return largest_shares(q, k, density, grid, sample=sample, lookahead=lookahead)
+    return largest_shares(q, k, density, grid, estimated_shares(sample, grid), lookahead=lookahead)
 
 
 @selector
@@ -254,6 +253,6 @@ def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float =
         [1.0, 1.0, 0.5, 0.25]
     """
     seq_len, dense_until = checks.positive("seq_len", seq_len), checks.positive("dense_until", dense_until)
-    if not 0 <= exponent <= 1:
-        raise ValueError(f"exponent must lie in [0, 1], got {exponent}")
+    if not isinstance(exponent, Real) or not 0 <= exponent <= 1:
+        raise ValueError(f"exponent must lie in [0, 1], got {exponent!r}")
     return min(1.0, (dense_until / seq_len) ** exponent)
