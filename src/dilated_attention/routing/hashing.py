@@ -74,15 +74,13 @@ def lsh_blocks(
     queries = _queries(q, grid, 1 if density is None else max(1, grid.q_block // LSH_QUERIES))
     means, sizes = part_means(k, grid, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
-    met, number = hashes.weights(*queries), queries.real.sum(-1).mT  # (B, H, rows, hashes * buckets), (1, 1, rows)
-    if is_causal:  # row 0 is empty
-        met, number = F.pad(met, (0, 0, 1, 0)), F.pad(number, (1, 0))
+    met = hashes.weights(*queries)  # (B, H, rows, hashes * buckets); when causal without row 0
     if density is not None:
-        met /= number.clamp(min=1)[..., None] * num_hashes
+        met /= queries.real.sum(-1).clamp(min=1).mT[..., None] * num_hashes
         return largest_shares(
             q, k, density, grid, _shares(met, queries.centre, k, means[:, :, 0], centre, hashes, grid)
         )
-    keys = in_blocks(k, grid.k_block)
+    met, keys = F.pad(met, (0, 0, int(is_causal), 0)), in_blocks(k, grid.k_block)
     real = torch.arange(keys.shape[1] * grid.k_block, device=grid.device) < grid.seq_len
     real = real.view(1, keys.shape[1], 1, grid.k_block).to(grid.dtype)
     held = hashes.weights(keys, centre, real).repeat_interleave(q.shape[2] // k.shape[2], 1).mT
@@ -128,15 +126,15 @@ def _shares(
 
     Args:
         met: (B, H, rows, hashes * buckets), the share of a query block's queries in each bucket; the shares in one hash
-            sum to 1 / hashes. Overwritten.
+            sum to 1 / hashes. Overwritten. When causal, this and centre_q are without row 0.
         centre_q, centre_k: the means that are subtracted from queries and keys before hashing, (B, 1, H or kv_heads,
-            D); when causal, one per row or column instead of 1, but centre_q without row 0. centre_q is q̄.
+            D); when causal, one per row or column instead of 1. centre_q is q̄.
         means: (B, columns, kv_heads, D), the mean key of each key block.
     """
-    group, chooser = met.shape[1] // k.shape[2], centre_q
-    if grid.is_causal:
-        centre_q = F.pad(centre_q, (0, 0, 0, 0, 1, 0))
-        chooser = centre_q[:, grid.first_chooser]
+    group, skip, chooser = met.shape[1] // k.shape[2], int(grid.is_causal), centre_q
+    if skip:
+        chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser]
+        yield slice(0, 1), met.new_zeros(*met.shape[:2], 1, grid.columns)
     keys, within, _ = block_peaks(k, grid.scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block))
     means, peak = means.to(grid.dtype).repeat_interleave(group, 2), within[..., :1]
     # a key whose weight overflows has none: a NaN times 0 would reach the rows that do not see the key
@@ -144,16 +142,18 @@ def _shares(
     held = hashes.weights(keys, centre_k.repeat_interleave(group, 2), weight)
     in_one = held[..., : hashes.buckets].sum(-1)[:, :, None]
     peak = (peak - grid.scale * (means * chooser).sum(-1, keepdim=True)).permute(0, 2, 3, 1)
-    most = max(1, ranking.CHUNK // (len(k) * met.shape[1] * grid.columns))
-    for at, seen in pieces(grid.choices, most):
-        centre = centre_q[:, at] if grid.is_causal else centre_q  # not causal: one row for all
+    for rows in ranking.slices(0, met.shape[2], len(k) * met.shape[1] * grid.columns):
+        at, met_here = slice(rows.start + skip, rows.stop + skip), met[:, :, rows]
+        centre = centre_q[:, rows] if skip else centre_q  # not causal: one row for all
         relative = peak + grid.scale * torch.einsum("bihd,bjhd->bhij", centre, means)
-        if grid.is_causal:
+        if skip:
             relative.masked_fill_(~grid.allowed[at], -math.inf)
         relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).min)).exp()
-        met_here, near, some = met[:, :, at], relative[..., :seen], held[:, :, :seen]
         share = met.new_zeros(*met_here.shape[:3], grid.columns)
-        torch.mul(near, met_here.div_((near @ some).add_(NO_KEYS)) @ some.mT, out=share[..., :seen])
+        for part, seen in pieces(grid.choices[at], met_here.shape[2]):
+            near, some = relative[:, :, part, :seen], held[:, :, :seen]
+            hits = met_here[:, :, part].div_((near @ some).add_(NO_KEYS))
+            torch.mul(near, hits @ some.mT, out=share[:, :, part, :seen])
         alone = relative * in_one
         yield at, share.add_(WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).tiny))
 
