@@ -210,7 +210,7 @@ struct Rounding {
     for (int64_t h = 0; h < heads; h++) {
       const auto x = QUERIES ? rows_at<Element>(call.q, b * call.qsb + h * call.qsh, call.qsn)
                              : rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
-      join<QUERIES>(call, x, number, QUERIES ? call.N : call.M, 1, row);
+      join<QUERIES>(call, x, number, QUERIES ? call.N : call.M, 2, row);
       *to.unit(b * heads + h, number) =
           Arithmetic::template store_words<QUERIES>(row, to.stride, to.row(b * heads + h, number));
     }
