@@ -315,7 +315,7 @@ class Shares {
     const auto K = rows_at<Element>(call.k, head, call.ksn),
                K_first = rows_at<Element>(call.k, head - call.first, call.ksn);
     for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
-      join<false>(call, j + r ? K : K_first, r < here ? list.key(j + r) : NONE / call.joined, call.M, chunk,
+      join<false>(call, j + r ? K : K_first, r < here ? list.key(j + r) : NONE / call.joined, call.M, 8,
                   room + r * stride);
     return room;
   }
