@@ -244,14 +244,10 @@ class LargestResult(TorchDispatchMode):
 
 SLICED = {name: routers(4, False)[name] for name in ("topk", "topp", "hierarchical", "vertical and slash")}
 SLICED |= {f"causal {name}": routers(4, True)[name] for name in SLICED}
-for options in (
-    {"is_causal": False},
-    {"is_causal": True},
-):  # which hold num_hashes * 2**num_bits numbers for each block
-    SLICED[f"lsh {options}"] = partial(
-        routing.lsh_blocks, density=0.3, num_hashes=2, num_bits=4, block_size=4, **options
-    )
-    SLICED[f"buckets {options}"] = partial(routing.lsh_blocks, num_hashes=1, num_bits=6, block_size=4, **options)
+for causal in (False, True):  # they hold num_hashes * 2**num_bits numbers for each block
+    hashes = partial(routing.lsh_blocks, block_size=4, is_causal=causal)
+    SLICED[f"lsh {causal}"] = partial(hashes, density=0.3, num_hashes=2, num_bits=4)
+    SLICED[f"buckets {causal}"] = partial(hashes, num_hashes=1, num_bits=6)
 
 
 @pytest.mark.parametrize("name", SLICED)

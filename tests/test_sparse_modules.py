@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 import sys
-import time
 from itertools import pairwise
 
 import pytest
@@ -280,9 +279,7 @@ def test_the_meta_device(make):
     assert module(x[:1], cu_seqlens=[0, 7, 19]).shape == (1, 19, 16)
     cache = SelectionCache()
     assert [module(some, cache=cache).shape[1] for some in x.split([17, 2], 1)] == [17, 2]
-    start = time.perf_counter()
     assert module(torch.empty(1, 2**19, 16, dtype=torch.float64, device="meta")).shape == (1, 2**19, 16)
-    assert time.perf_counter() - start < 30  # a slice at a time: minutes
 
 
 @pytest.mark.parametrize("kind", NAIVE)
@@ -418,12 +415,6 @@ def test_a_gradient_of_tokens_after_a_cache(make):
 @pytest.mark.parametrize("shape", [(2, 0, 8), (0, 20, 8)])
 def test_no_tokens(make, shape):
     assert make(2, 1, 1)(torch.zeros(shape, dtype=torch.float64)).shape == shape
-
-
-@pytest.mark.parametrize("make", [native, mixture])
-def test_shapes_on_the_meta_device(make):
-    x = torch.empty(2, 40, 8, dtype=torch.float64, device="meta")
-    assert make(2, 1, 1).to("meta")(x).shape == x.shape
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (1, 2, 5, 8), (2, 5, 7)])
