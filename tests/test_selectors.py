@@ -265,6 +265,22 @@ def test_keys_that_no_list_names_reach_nothing():
         assert torch.equal(a, b)
 
 
+def test_the_best_pages_of_mapped_queries_and_in_one_graph(compiling_python):
+    compiling_python(
+        """
+        import torch
+        from dilated_attention.routing import PageBounds
+
+        pages, q = PageBounds(16), torch.randn(3, 1, 1, 4, 8)
+        pages.append(torch.randn(1, 64, 2, 8))
+        expected = torch.stack([pages.best(x, 2) for x in q])
+        assert torch.equal(torch.func.vmap(lambda x: pages.best(x, 2))(q), expected)
+        compiled = torch.compile(lambda x: pages.best(x, 2), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(q[0]), expected[0])
+        """
+    )
+
+
 def test_pages_of_a_prompt_read_under_inference_mode():
     _, k, _ = make(23, 4, 2)
     bounds, expected = routing.PageBounds(page_size=4), routing.PageBounds(page_size=4)

@@ -76,9 +76,10 @@ class SelectedAttention(nn.Module):
         memory: None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch seq embed_dim"]:
-        """Return the attention's output, shaped like x. Arguments as in `SelfAttention`; memory and first_only are not
-        used."""
+        """Return the attention's output, shaped like x. Arguments as in `SelfAttention`; is_causal must be true and
+        first_only false, and memory is not used."""
         assert is_causal
+        assert not first_only
         if self.selected.mesh is not None:
             self.selected.seq_len = seq_len
         return self.selected(x, rotary, cu_seqlens=cu_seqlens)

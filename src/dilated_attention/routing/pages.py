@@ -179,15 +179,11 @@ class PageBounds:
 
 def _signed(q: Tensor) -> Tensor:
     """Return [max(q, 0), min(q, 0)] along the last dimension. Its product with a page's `extremes` is the bound."""
-    signed = q.new_empty(*q.shape[:-1], 2, q.shape[-1])
-    torch.clamp(q, min=0, out=signed[..., 0, :])
-    torch.clamp(q, max=0, out=signed[..., 1, :])
-    return signed.flatten(-2)
+    return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
 
 
 def _pages(q: Tensor, k: Tensor, grid: Candidates, page_size: int) -> Sample:
     query, weight = pooled_queries(q, grid)
     bounds = extremes(k, page_size).to(grid.dtype)
     peaks = grid.k_block // page_size
-    towards = query if grid.scale > 0 else -query
-    return Sample(_signed(towards).flatten(1, 2), weight, bounds, peaks, abs(grid.scale))
+    return Sample(_signed(query * grid.scale).flatten(1, 2), weight, bounds, peaks, 1.0)

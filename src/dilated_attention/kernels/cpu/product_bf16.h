@@ -15,11 +15,6 @@ struct InBFloat16 {
   }
   static Lanes exp2(Lanes x) { return power_of_2(x); }
 
-  // The words of 2 * WIDTH numbers, rounded.
-  static void store_words(Lanes first, Lanes second, Word *to) {
-    _mm512_store_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
-  }
-
   // Return `left` bfloat16, at most two per word; clear `finite` if one of them is not.
   template <Role ROLE>
   static __m512i words_of(const BFloat16 *x, int64_t left, bool &finite) {
