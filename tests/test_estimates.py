@@ -79,6 +79,14 @@ def test_what_stands_for_the_tokens_of_blocks(shape, dtype, dense, instruction_s
         close([found[0][:, whole]], [expected[0][:, whole]], TYPES[dtype])
 
 
+def test_peaks_of_equal_scores_are_the_first_ones(instruction_set):
+    """A NaN counts as infinity, and -0 as 0."""
+    k = torch.tensor([-2.0, 0.0, -0.0, 3.0, 0.0, 3.0, -math.inf, math.nan, -5.0, math.inf]).view(1, 10, 1, 1)
+    tokens = compiled.peaks(k, torch.ones(1, 1, 1, 1), 10, 10)[2].flatten().tolist()
+    assert tokens == [7, 9, 3, 5, 1, 2, 4, 0, 8, 6]
+    assert compiled.peaks(k[:, :6], torch.ones(1, 1, 1, 1), 3, 2)[2].flatten().tolist() == [1, 2, 3, 5]
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -140,6 +148,25 @@ def test_weights_of_buckets(hashes, num_bits, tokens, centres, instruction_set):
     )
     assert (found.double() - expected).abs().gt(1e-5).float().mean() < 1e-4  # a token on a plane, to the last bits
     torch.testing.assert_close(found.sum(-1).double(), expected.sum(-1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("num_bits", [3, 6])
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(1, 42), slice(20, 42)])
+@pytest.mark.parametrize("block", [8, (8, 24), (8, 336)])
+def test_collisions(block, rows, num_bits, instruction_set):
+    """Rows that see no column, rows whose queries share no bucket with any key, and a row without weights."""
+    grid = candidates(*[torch.zeros(1, 333, 1, 4)] * 2, block_size=block, is_causal=True)
+    number, hashes = rows.stop - rows.start, hashing._Hashes(torch.empty(0), num_bits)
+    logits, held, met = (
+        torch.randn(2, 3, number, grid.columns) * 9,
+        torch.rand(2, 3, grid.columns, 5 << num_bits).sub_(0.6).relu_(),
+        torch.rand(2, 3, number, 5 << num_bits).sub_(0.9).relu_(),
+    )
+    logits[0, 0, -1], met[1, 1, -1] = -math.inf, 0
+    found = compiled.collisions(logits, held, met, grid.choices[rows], num_bits, nothing=1e-30, alone=0.3)
+    expected = hashing._collisions(*(x.double() for x in (logits, held, met)), rows, hashes, grid)
+    close([found], [expected.masked_fill(~grid.allowed[rows], 0)], 1e-5)
+    assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("step", [3, 100])

@@ -418,7 +418,8 @@ def test_lsh_is_exact_inside_buckets(seq_len, block_size):
     q, k = make(seq_len, 2, 1)
     layout = routing.lsh_blocks(q, k, num_hashes=2, num_bits=11, block_size=block_size, keep_diagonal=False, floor=0)
     generator = torch.Generator().manual_seed(0)
-    planes = torch.randn(8, 22, generator=generator, dtype=torch.float64).float()
+    planes = torch.linalg.qr(torch.randn(3, 8, 8, generator=generator, dtype=torch.float64)).Q  # orthogonal by eights
+    planes = torch.cat(list(planes), 1)[:, :22].float()
     signs = [((x - x.mean(1, keepdim=True)) @ planes > 0).unflatten(-1, (2, 11)) for x in (q, k.expand_as(q))]
     shared = (signs[0][:, :, None] == signs[1][:, None]).all(-1).any(-1).permute(0, 3, 1, 2)  # (B, H, N, N)
     token = torch.arange(seq_len)

@@ -10,7 +10,7 @@ Throughout, a row is a query block, a column is a key block, and B, N, H and D a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -58,11 +58,20 @@ def estimated_shares(x: Sample, grid: Candidates) -> Iterator[tuple[slice, Tenso
     skipped = grid.rows - len(x.weight)
     seen = (grid.choices * x.peaks).clamp(max=-(-x.key.shape[1] // x.joined))
     seen = seen[skipped:, None].expand(x.weight.shape)
-    if skipped:
-        share = x.query.new_zeros(len(x.query), x.query.shape[2], skipped, grid.columns, dtype=grid.dtype)
-        yield slice(0, skipped), grid.by_list(share)
-    for at, share in shares(x, seen, grid.columns):
-        yield slice(at.start + skipped, at.stop + skipped), grid.by_list(share)
+    none = x.query.new_zeros(len(x.query), x.query.shape[2], skipped, grid.columns, dtype=grid.dtype)
+    for at, share in behind(none, shares(x, seen, grid.columns)):
+        yield at, grid.by_list(share)
+
+
+def behind(none: Tensor, found: Iterable[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of rows with their shares, first those of `none`, (B, H, rows, columns)."""
+    stop, skipped = 0, none.shape[2]
+    for at, share in found:
+        share = torch.cat([none, share], 2) if skipped and not at.start else share
+        start, stop = stop, at.stop + skipped
+        yield slice(start, stop), share
+    if not stop:
+        yield slice(0, skipped), none
 
 
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
@@ -181,7 +190,7 @@ def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
 def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
     """Return the queries and keys that represent the blocks: means of queries, keys with high scores, and the mean of
     the other keys, as the docstring of `routing` describes under "Estimate"."""
-    query, weight = pooled_queries(q, grid)
+    query, weight = pooled_queries(q, grid, QUERY_PARTS)
     # The peaks of a key block score highest along its direction, the mean query of each KV head. When causal, it is the
     # mean over the query blocks up to the first one that may choose the key block. (B, columns or 1, kv_heads, D)
     rows = (
@@ -193,28 +202,28 @@ def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
     else:
         direction = rows.mean(1, keepdim=True)
     number = min(KEY_PEAKS, grid.k_block)
-    logarithm = grid.once("logarithm", lambda grid: _logarithm(grid, number))
+    logarithm = grid.once("logarithm", lambda grid: peak_counts(grid, number).log())
     key, *_ = block_peaks(k, direction, grid.k_block, number)
     return Sample(query.flatten(1, 2), weight, key.flatten(1, 2), key.shape[2], grid.scale, logarithm=logarithm)
 
 
-def _logarithm(grid: Candidates, peaks: int) -> Tensor:
-    """Return the logarithm of how many keys each key of `pooled` represents, (columns, peaks + 1)."""
+def peak_counts(grid: Candidates, peaks: int) -> Tensor:
+    """Return how many keys each key of `block_peaks` represents, (columns, peaks + 1)."""
     present = (grid.seq_len - torch.arange(grid.columns, device=grid.device) * grid.k_block).clamp(max=grid.k_block)
-    peak_count = (torch.arange(peaks, device=grid.device) < present[:, None]).to(grid.dtype)
-    return torch.cat([peak_count, (present - peaks).clamp(min=0)[:, None]], 1).log()
+    peak_count = torch.arange(peaks, device=grid.device) < present[:, None]
+    return torch.cat([peak_count, (present - peaks).clamp(min=0)[:, None]], 1).to(grid.dtype)
 
 
-def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
+def pooled_queries(q: Tensor, grid: Candidates, parts: int) -> tuple[Tensor, Tensor]:
     """Return the pooled queries of each query block, (B, rows, parts, H, D), and the weight of each, (rows, parts):
     means of parts of the block, or, when causal, of the q_block queries up to its first one, and that one itself."""
-    query, size = part_means(q, grid, grid.q_block, QUERY_PARTS, before=grid.is_causal)
+    query, size = part_means(q, grid, grid.q_block, parts, before=grid.is_causal)
 
     def weights(grid: Candidates) -> Tensor:
         share = size.clamp(max=1) if grid.is_causal else size  # parts count equally
         return share.to(grid.dtype) / share.sum(-1, keepdim=True)
 
-    return query.to(grid.dtype), grid.once("part weights", weights)
+    return query.to(grid.dtype), grid.once(("part weights", parts), weights)
 
 
 def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -146,9 +146,11 @@ class Candidates(BlockGrid):
                 order = order.masked_fill(behind, self.columns).sort(-1).values
                 indices = order[order < self.columns]
             every.append(counts)
-            lists.append(indices.split(counts.sum(-1).flatten().tolist()))
-        indices = torch.cat([some for of_head in zip(*lists, strict=True) for some in of_head])
-        return BlockLayout._of(self, (torch.cat(every, 2), indices))
+            lists.append(indices)
+        if len(lists) > 1:  # from slices of rows, each with all heads, to heads
+            parts = [some.split(counts.sum(-1).flatten().tolist()) for some, counts in zip(lists, every, strict=True)]
+            lists = [some for of_head in zip(*parts, strict=True) for some in of_head]
+        return BlockLayout._of(self, (torch.cat(every, 2), torch.cat(lists)))
 
 
 def candidates(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,13 @@ from dilated_attention import checks, ranking
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.routing.estimates import block_peaks, in_blocks, part_means, pieces
+from dilated_attention.routing.estimates import behind, block_peaks, in_blocks, part_means, peak_counts
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, is_compiled
 from dilated_attention.routing.operator import selector
 from dilated_attention.routing.selectors import largest_shares
 
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
-LSH_KEYS = 20  # and keys, those with the largest weights
+LSH_KEYS = 15  # and keys, those with the largest weights
 NO_KEYS = 1e-30  # added to the weight of the keys in a bucket, so that a query alone there hits none
 WEIGHT_ALONE = 0.3  # factor of the share by weights alone; 0 and 1 captured less of MiniLM's attention
 
@@ -31,8 +32,8 @@ def lsh_blocks(
     k: Keys,
     density: float | None = None,
     *,
-    num_hashes: int = 13,
-    num_bits: int = 6,
+    num_hashes: int = 16,
+    num_bits: int = 5,
     seed: int = 0,
     block_size: BlockSize = 128,
     is_causal: bool = False,
@@ -68,18 +69,18 @@ def lsh_blocks(
         q, k, block_size=block_size, is_causal=is_causal, scale=scale, keep_diagonal=keep_diagonal, floor=floor
     )
     num_hashes, num_bits = checks.positive("num_hashes", num_hashes), checks.integer("num_bits", num_bits, 1, 16)
-    generator = torch.Generator().manual_seed(checks.integer("seed", seed))
-    planes = torch.randn(q.shape[3], num_hashes * num_bits, generator=generator, dtype=torch.float64, device="cpu")
-    hashes = _Hashes(planes.to(grid.device, grid.dtype), num_bits)
+    seed = checks.integer("seed", seed)
+    planes = partial(_planes, head_dim=q.shape[3], number=num_hashes * num_bits, seed=seed)
+    hashes = _Hashes(grid.once(("planes", q.shape[3], num_hashes * num_bits, seed), planes), num_bits)
     queries = _queries(q, grid, 1 if density is None else max(1, grid.q_block // LSH_QUERIES))
+    if density is not None:
+        each = queries.real / (queries.real.sum(-1, keepdim=True).clamp(min=1) * num_hashes)
+        met = hashes.weights(queries.x, queries.centre, each)
+        none = met.new_zeros(*met.shape[:2], grid.rows - met.shape[2], grid.columns)
+        return largest_shares(q, k, density, grid, behind(none, _shares(met, queries.centre, k, hashes, grid)))
+    met = hashes.weights(*queries)  # (B, H, rows, hashes * buckets); when causal without row 0
     means, sizes = part_means(k, grid, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
-    met = hashes.weights(*queries)  # (B, H, rows, hashes * buckets); when causal without row 0
-    if density is not None:
-        met /= queries.real.sum(-1).clamp(min=1).mT[..., None] * num_hashes
-        return largest_shares(
-            q, k, density, grid, _shares(met, queries.centre, k, means[:, :, 0], centre, hashes, grid)
-        )
     met, keys = F.pad(met, (0, 0, int(is_causal), 0)), in_blocks(k, grid.k_block)
     real = torch.arange(keys.shape[1] * grid.k_block, device=grid.device) < grid.seq_len
     real = real.view(1, keys.shape[1], 1, grid.k_block).to(grid.dtype)
@@ -115,10 +116,19 @@ def _queries(q: Tensor, grid: Candidates, step: int) -> _Tokens:
     return _Tokens(blocks, _mean_so_far(means, size, grid.is_causal), real[None, :, None])
 
 
+def _planes(grid: Candidates, head_dim: int, number: int, seed: int) -> Tensor:
+    """Return normals of random planes, (head_dim, number), orthogonal in groups of head_dim: they tell angles apart
+    better than independent ones (super-bit LSH, Ji et al. 2012)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = -(-number // head_dim), head_dim, min(head_dim, number)
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return torch.linalg.qr(normal).Q.transpose(0, 1).flatten(1)[:, :number].to(grid.device, grid.dtype)
+
+
 def _shares(
-    met: Tensor, centre_q: Tensor, k: Tensor, means: Tensor, centre_k: Tensor, hashes: _Hashes, grid: Candidates
+    met: Tensor, centre_q: Tensor, k: Tensor, hashes: _Hashes, grid: Candidates
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of query blocks with the estimated shares of `lsh_blocks`, (B, H, blocks of the slice, key blocks).
+    """Yield slices of query blocks, numbered as in `met`, with their estimated shares, (B, H, blocks, key blocks).
 
     A key's weight exp(q̄·k) is computed as the product of two factors. The weight relative to the largest one in the
     key's block uses the q̄ of the first query block that may choose this block, so it is the same for all rows. The
@@ -126,36 +136,45 @@ def _shares(
 
     Args:
         met: (B, H, rows, hashes * buckets), the share of a query block's queries in each bucket; the shares in one hash
-            sum to 1 / hashes. Overwritten. When causal, this and centre_q are without row 0.
-        centre_q, centre_k: the means that are subtracted from queries and keys before hashing, (B, 1, H or kv_heads,
-            D); when causal, one per row or column instead of 1. centre_q is q̄.
-        means: (B, columns, kv_heads, D), the mean key of each key block.
+            sum to 1 / hashes. Without row 0 when causal, like centre_q.
+        centre_q: q̄, which is subtracted from queries before hashing, (B, 1, H, D); when causal, one per row instead of
+            1.
     """
-    group, skip, chooser = met.shape[1] // k.shape[2], int(grid.is_causal), centre_q
+    skip, chooser = int(grid.is_causal), centre_q
     if skip:
         chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser]
-        yield slice(0, 1), met.new_zeros(*met.shape[:2], 1, grid.columns)
-    keys, within, _ = block_peaks(k, grid.scale * chooser, grid.k_block, min(LSH_KEYS, grid.k_block))
-    means, peak = means.to(grid.dtype).repeat_interleave(group, 2), within[..., :1]
+    number = min(LSH_KEYS, grid.k_block)
+    keys, within, _ = block_peaks(k, grid.scale * chooser, grid.k_block, number)
+    count = grid.once(("counts", number), partial(peak_counts, peaks=number))
+    size = count.sum(-1, keepdim=True)
+    means = ((count / size)[:, None] @ keys.flatten(3)).unflatten(3, keys.shape[3:])[:, :, 0]
+    peak = within[..., :1]
     # a key whose weight overflows has none: a NaN times 0 would reach the rows that do not see the key
     weight = F.pad((within - peak).exp_().nan_to_num_(nan=0.0), (0, 1))  # the mean of the others has none
-    held = hashes.weights(keys, centre_k.repeat_interleave(group, 2), weight)
-    in_one = held[..., : hashes.buckets].sum(-1)[:, :, None]
+    held = hashes.weights(keys, _mean_so_far(means, size[:, 0], grid.is_causal), weight)
     peak = (peak - grid.scale * (means * chooser).sum(-1, keepdim=True)).permute(0, 2, 3, 1)
     for rows in ranking.slices(0, met.shape[2], len(k) * met.shape[1] * grid.columns):
         at, met_here = slice(rows.start + skip, rows.stop + skip), met[:, :, rows]
         centre = centre_q[:, rows] if skip else centre_q  # not causal: one row for all
-        relative = peak + grid.scale * torch.einsum("bihd,bjhd->bhij", centre, means)
-        if skip:
-            relative.masked_fill_(~grid.allowed[at], -math.inf)
-        relative = (relative - relative.amax(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).min)).exp()
-        share = met.new_zeros(*met_here.shape[:3], grid.columns)
-        for part, seen in pieces(grid.choices[at], met_here.shape[2]):
-            near, some = relative[:, :, part, :seen], held[:, :, :seen]
-            hits = met_here[:, :, part].div_((near @ some).add_(NO_KEYS))
-            torch.mul(near, hits @ some.mT, out=share[:, :, part, :seen])
-        alone = relative * in_one
-        yield at, share.add_(WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).tiny))
+        logits = peak + grid.scale * torch.einsum("bihd,bjhd->bhij", centre, means)
+        if skip and is_compiled(logits) and hashes.buckets % 8 == 0:
+            share = compiled.collisions(
+                logits, held, met_here, grid.choices[at], hashes.num_bits, nothing=NO_KEYS, alone=WEIGHT_ALONE
+            )
+        else:
+            share = _collisions(logits, held, met_here, at, hashes, grid)
+        yield rows, share
+
+
+def _collisions(logits: Tensor, held: Tensor, met: Tensor, at: slice, hashes: _Hashes, grid: Candidates) -> Tensor:
+    """Compute `compiled.collisions` of the rows `at` with tensor operations. When not causal, logits have one row for
+    all."""
+    if grid.is_causal:
+        logits = logits.masked_fill(~grid.allowed[at], -math.inf)
+    near = (logits - logits.amax(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).min)).exp()
+    share = near * ((met / (near @ held + NO_KEYS)) @ held.mT)
+    alone = near * held[..., : hashes.buckets].sum(-1)[:, :, None]
+    return share.add_(WEIGHT_ALONE * alone / alone.sum(-1, keepdim=True).clamp(min=torch.finfo(grid.dtype).tiny))
 
 
 def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
@@ -186,10 +205,10 @@ class _Hashes(NamedTuple):
         `centre`, (B, blocks or 1, H, D)."""
         planes, num_bits = self
         batch, blocks, tokens, heads, _ = x.shape
-        weight, level = weight.expand(batch, blocks, heads, tokens), centre @ planes
+        weight = weight.expand(batch, blocks, heads, tokens)
         if is_compiled(flat := x.flatten(1, 2)):
-            return compiled.buckets(flat, level, planes, weight, num_bits)
-        signs = (x.to(planes.dtype) @ planes).gt_(level[:, :, None])
+            return compiled.buckets(flat, centre, planes, weight, num_bits)
+        signs = ((x.to(planes.dtype) - centre[:, :, None]) @ planes).gt_(0)
         power = 2.0 ** torch.arange(num_bits, device=planes.device, dtype=planes.dtype)
         code = (signs.unflatten(-1, (-1, num_bits)) @ power).long().transpose(2, 3)  # (B, blocks, H, T, hashes)
         code += torch.arange(code.shape[-1], device=code.device) * self.buckets

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+PAGE_QUERY_PARTS = 2  # bounds are loose: more parts choose no better
+
+
 @selector
 def page_bounds(q: Queries, k: Keys, density: float, *, page_size: int = 16, **options: Unpack[Options]) -> BlockLayout:
     """Choose blocks by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
@@ -183,7 +186,7 @@ def _signed(q: Tensor) -> Tensor:
 
 
 def _pages(q: Tensor, k: Tensor, grid: Candidates, page_size: int) -> Sample:
-    query, weight = pooled_queries(q, grid)
+    query, weight = pooled_queries(q, grid, PAGE_QUERY_PARTS)
+    signed = _signed(query if grid.scale >= 0 else -query).flatten(1, 2)
     bounds = extremes(k, page_size).to(grid.dtype)
-    peaks = grid.k_block // page_size
-    return Sample(_signed(query * grid.scale).flatten(1, 2), weight, bounds, peaks, 1.0)
+    return Sample(signed, weight, bounds, grid.k_block // page_size, abs(grid.scale))

@@ -6,8 +6,11 @@
 //                mean of the others, 0 where there are none; values, places (B, columns, H * G, peaks): scores and tokens
 //     shares     out[b, n, i, j] = sum over parts of weight * the softmax of scale * q . k + logarithm over the first
 //                `seen` keys, summed over the `peaks` keys of column j; key 0 lies `first` elements before k
-//     buckets    out[b, h, i, hash, bucket] = the weights (B, rows, H, parts) of the parts of block i of k whose products
-//                with the `size` planes of a hash exceed those of q[b, i, h] where the bucket has a bit; `columns` hashes
+//     buckets    out[b, h, i, hash, bucket] = the weights (B, rows, H, parts) of the parts of block i of k that lie, seen from
+//                q[b, i, h], above those of the `size` planes of a hash that have a bit of the bucket; `columns` hashes
+//     collisions out (B, M, rows, H) = w . (k . (weight / (w . k + nothing))^T)^T + scale * the shares of the rows of w * the
+//                sums of the first 2^size columns of k; w, the weights of logits `values` (B, M, rows, H), relative to
+//                the largest, is 0 from column `seen` (rows) on; k is float32 (B, M, H, D), weight (B, M, rows, D)
 //     forecast   out (B, M, rows, D), shares of the rows that begin with `first`, becomes its mixture with the two other forecasts
 //                (routing/forecast.py); k is float32 (B, M, H, D), the shares that H `sampled` rows have seen; values
 //                (B, M, 3): what the lists of each forecast have held so far
@@ -22,7 +25,7 @@
 #pragma once
 #include <cstdint>
 
-enum class Estimator : int64_t { means, extremes, peaks, shares, buckets, forecast, largest };
+enum class Estimator : int64_t { means, extremes, peaks, shares, buckets, collisions, forecast, largest };
 
 struct Estimate {
   const void *q, *k;  // (B, N, H * G, D), (B, M, H, D), rows dense; of peaks q is float32 (B, columns, H * G, D)
@@ -37,7 +40,8 @@ struct Estimate {
   const int64_t *counts, *offsets, *sampled;
   int64_t B, N, M, H, G, D, qsb, qsn, qsh, ksb, ksn, ksh;
   int64_t rows, parts, columns, peaks, size, joined, tile, first, threads;  // size: tokens of a block
-  double scale;  // of the scores; in a forecast, how fast its weights follow
+  double scale;    // of the scores; in a forecast, how fast its weights follow
+  double nothing;  // added to what all columns hold
 };
 
 // Return 0, or 1 if memory ran out, or 2 if the set does not serve this element type.

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
+#include <numeric>
 
 #include "estimate.h"
 #include "threads.h"
@@ -18,12 +20,6 @@ Rows<const Element> rows_at(const void *x, int64_t offset, int64_t step) {
 
 inline Float32 *unaligned(float *x) { return reinterpret_cast<Float32 *>(x); }
 inline const Float32 *unaligned(const float *x) { return reinterpret_cast<const Float32 *>(x); }
-
-// Fetch the first n elements of a row into the cache.
-template <class Element>
-inline void prefetch(const Element *row, int64_t n) {
-  for (int64_t d = 0; d < n; d += 64 / int64_t(sizeof(Element))) __builtin_prefetch(row + d);
-}
 
 // The means or extremes of one interval, of all heads of a sample: sums, or maxima of x and of -x and where a NaN was.
 template <class Element, bool EXTREMES>
@@ -47,7 +43,7 @@ struct Reduction {
       for (int64_t h = 0; h < heads(); h++) {
         const auto K = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
         const Element *row = K[t];
-        prefetch(K[least(t + 2, call.M - 1)], width);
+        prefetch(K[least(t + 8, call.M - 1)], width);
         float *kept = memory + KEPT * h * room;
         for (int64_t d = 0; d < width; d += WIDTH) add(load(row + d, width - d), kept + d, room);
       }
@@ -81,7 +77,7 @@ struct Peaks {
   const int64_t columns = round_up(call.D, WIDTH), room = round_up(call.size, WIDTH), heads = call.H * call.G;
 
   int64_t count() const { return call.B * call.columns; }
-  int64_t floats() const { return (call.H + heads) * columns + heads * room + 3 * (call.peaks + WIDTH) + WIDTH; }
+  int64_t floats() const { return (call.H + heads) * columns + heads * room + 4 * (call.peaks + 2 * WIDTH); }
   void begin(float *) const {}
 
   void operator()(int64_t work, float *memory) const {
@@ -89,8 +85,7 @@ struct Peaks {
     const int64_t first = column * call.size, tokens = std::min(call.size, call.M - first);
     Parts parts(memory);
     float *sum = parts.take(call.H * columns), *along = parts.take(heads * columns), *score = parts.take(heads * room);
-    float *best = parts.take(call.peaks);
-    int64_t *place = parts.take<int64_t>(call.peaks);
+    int64_t *best = parts.take<int64_t>(call.peaks + 8), *place = parts.take<int64_t>(call.peaks);
     for (int64_t x = 0; x < call.H * columns; x += WIDTH) store(sum + x, zeros());
     for (int64_t n = 0; n < heads; n++) {
       const Float32 *direction = rows_at<Float32>(call.q, b * call.qsb + n * call.qsh, call.qsn)[column];
@@ -143,16 +138,21 @@ struct Peaks {
     }
   }
 
-  // The tokens with the largest scores, descending, of equal ones the first; a NaN counts as infinity.
-  int64_t select(const float *score, int64_t tokens, float *best, int64_t *place) const {
-    int64_t found = 0;
+  // The tokens with the largest scores, descending, of equal ones the first; a NaN counts as infinity. `best` ascends: a
+  // score, as an integer of the same order, in its upper half, and the tokens behind this one in its lower.
+  int64_t select(const float *score, int64_t tokens, int64_t *best, int64_t *place) const {
+    const int64_t room = round_up(call.peaks, 8), found = least(tokens, call.peaks);
+    std::fill(best, best + call.peaks, INT64_MIN);
+    std::fill(best + call.peaks, best + room + 1, INT64_MAX);
     for (int64_t t = 0; t < tokens; t++) {
-      const float x = std::isnan(score[t]) ? INF : score[t];
-      if (found == call.peaks && !(x > best[found - 1])) continue;
-      int64_t p = found < call.peaks ? found++ : found - 1;
-      for (; p > 0 && x > best[p - 1]; p--) best[p] = best[p - 1], place[p] = place[p - 1];
-      best[p] = x, place[p] = t;
+      const float x = std::isnan(score[t]) ? INF : score[t] + 0.f;  // -0 is 0
+      int32_t bits;
+      std::memcpy(&bits, &x, sizeof bits);
+      const int64_t number = int64_t(bits ^ (bits >> 31 & INT32_MAX)) * (int64_t(1) << 32) + (UINT32_MAX - t);
+      if (number > best[0])
+        for (int64_t p = 0; p < room; p++) best[p] = least(best[p + 1], most(best[p], number));
     }
+    for (int64_t p = 0; p < found; p++) place[p] = UINT32_MAX - (best[call.peaks - 1 - p] & UINT32_MAX);
     return found;
   }
 
@@ -217,6 +217,18 @@ struct Rounding {
   }
 };
 
+// c[count][LANES] = rows . own in `lanes` lanes, a panel of words at a time, whose part of `own` stays in the first cache.
+template <class Arithmetic>
+void multiply_in_panels(Arithmetic, const Word *rows, int64_t row_words, const Word *own, int words, float *c,
+                        int count, int lanes) {
+  constexpr int PANEL = 128;
+  multiply(Arithmetic(), rows, row_words, own, int(least(words, PANEL)), c, count, lanes);
+  for (int w = PANEL; w < words; w += PANEL)
+    for (int r = 0; r < count; r += Arithmetic::ROWS)
+      product<Arithmetic, VECTORS, true, Role::scores>(rows + r * row_words + w, row_words, own + w * LANES, LANES,
+                                                       int(least(words - w, PANEL)), c + r * LANES, LANES);
+}
+
 // The shares of some rows of one query head. Queries lie in lanes, row after row, part after part; each column keeps its
 // own maximum and sum, and what the columns have in common is taken off at the end.
 template <class Element, class Arithmetic>
@@ -268,7 +280,8 @@ class Shares {
         const int seen_here = int(least(here, *std::max_element(its, its + wide) - j));
         if (seen_here <= 0) continue;
         const int width = int(least(wide, round_up(number - g * wide, WIDTH)));
-        score(keys, own + g * LANES * stride, int(round_up(seen_here, Arithmetic::ROWS)), s, width);
+        multiply_in_panels(Arithmetic(), keys, stride, own + g * LANES * stride, words, s,
+                           int(round_up(seen_here, Arithmetic::ROWS)), width);
         if constexpr (ROUNDED)
           to_numbers(rounded_keys->unit(b * call.H + n / call.G, j), units + g * 2 * LANES, seen_here, s, width);
         add(list, j, seen_here, s, width, its, state + g * 2 * call.columns * LANES);
@@ -281,7 +294,6 @@ class Shares {
   }
 
  private:
-  static constexpr int PANEL = 128;
   static constexpr int64_t NONE = INT64_MAX / 2;  // a token that no sequence has
   static constexpr bool ROUNDED = Arithmetic::PER_WORD > 1;
   const Estimate &call;
@@ -356,16 +368,6 @@ class Shares {
       }
   }
 
-  // s[count][LANES] = keys . own in `width` lanes, a panel of words at a time, whose part of `own` stays in the first
-  // cache.
-  void score(const Word *keys, const Word *own, int count, float *s, int width) const {
-    multiply(Arithmetic(), keys, stride, own, int(least(words, PANEL)), s, count, width);
-    for (int w = PANEL; w < words; w += PANEL)
-      for (int r = 0; r < count; r += Arithmetic::ROWS)
-        product<Arithmetic, VECTORS, true, Role::scores>(keys + r * stride + w, stride, own + w * LANES, LANES,
-                                                         int(least(words - w, PANEL)), s + r * LANES, LANES);
-  }
-
   // The scores of keys j to j + here - 1, which are overwritten, into the maxima and sums of their columns:
   // state[columns][2][LANES].
   void add(const List &list, int32_t j, int here, float *s, int width, const int32_t *seen, float *state) const {
@@ -428,68 +430,177 @@ class Shares {
   }
 };
 
-// The weights of one block's tokens by bucket: the bits of a bucket say on which side of its planes a token lies.
+// The weights by bucket of the tokens of some neighbouring blocks of one head: the bits of a bucket say on which side of
+// its planes a token lies. Tokens lie in lanes.
 template <class Element>
 class Buckets {
  public:
   explicit Buckets(const Estimate &call)
-      : call(call), planes(int(call.columns * call.size)), stride(int(round_up(call.D, WIDTH))) {}
+      : call(call),
+        planes(int(call.columns * call.size)),
+        stride(int(round_up(call.D, WIDTH))),
+        together(most(1, CHUNK / call.parts)) {}
 
-  int64_t count() const { return call.B * call.rows; }
-  int64_t floats() const { return held() + CHUNK * stride + CHUNK * room() + 2 * room(); }
+  int64_t count() const { return call.B * groups() * call.H; }
+  int64_t floats() const { return rows() * (stride + LANES) + stride * LANES + 4 * LANES; }
 
   void begin(float *memory) const {
+    std::fill(memory, memory + rows() * stride, 0.f);
     for (int64_t d = 0; d < call.D; d++)
-      for (int64_t x = 0; x < room(); x++)
-        memory[(x / LANES * stride + d) * LANES + x % LANES] = x < planes ? call.planes[d * planes + x] : 0;
-    int32_t *bit = reinterpret_cast<int32_t *>(memory + held());
-    for (int64_t x = 0; x < room(); x++) bit[x] = 1 << x % call.size;
+      for (int64_t x = 0; x < planes; x++) memory[x * stride + d] = call.planes[d * planes + x];
   }
 
   void operator()(int64_t work, float *memory) const {
-    const int64_t b = work / call.rows, block = work % call.rows, buckets = int64_t(1) << call.size;
-    const int32_t *bit = reinterpret_cast<int32_t *>(memory + held());
-    float *sides = memory + held() + room(), *rows = sides + room(), *s = rows + CHUNK * stride;
-    for (int64_t h = 0; h < call.H; h++) {
-      float *out = call.out + ((b * call.H + h) * call.rows + block) * call.columns * buckets;
-      std::fill(out, out + call.columns * buckets, 0.f);
-      const auto K = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
-      const Float32 *level = rows_at<Float32>(call.q, b * call.qsb + h * call.qsh, call.qsn)[block];
-      const float *weight = call.weight + (work * call.H + h) * call.parts;
-      for (int64_t t = 0; t < call.parts; t += CHUNK) {
-        const int here = int(least(CHUNK, call.parts - t)), padded = int(round_up(here, InFloat32::ROWS));
-        for (int r = 0; r < padded; r++) {
-          const Element *from = K[block * call.parts + t + (r < here ? r : 0)];
-          for (int64_t d = 0; d < call.D; d += WIDTH)
-            store(rows + r * stride + d, infinite_or_nan_to_nan(load(from + d, call.D - d)));
-        }
-        for (int64_t x = 0; x < room(); x += LANES)
-          multiply(InFloat32(), rows, stride, memory + x * stride, int(call.D), s + x * CHUNK, padded,
-                   int(least(LANES, planes - x)));
-        for (int r = 0; r < here; r++) add(s + r * LANES, level, bit, weight[t + r], sides, out);
-      }
+    const int64_t h = work % call.H, b = work / call.H / groups(), first = work / call.H % groups() * together;
+    const int64_t blocks = least(together, call.rows - first), tokens = blocks * call.parts;
+    float *s = memory + rows() * stride, *own = s + rows() * LANES;
+    float *out = call.out + ((b * call.H + h) * call.rows + first) * buckets();
+    std::fill(out, out + blocks * buckets(), 0.f);
+    for (int64_t t = 0; t < tokens; t += LANES) {
+      const int64_t here = least(LANES, tokens - t);
+      for (int64_t x = 0; x < here; x += WIDTH) hold(b, h, first * call.parts + t + x, here - x, own + x);
+      multiply(InFloat32(), memory, stride, own, int(call.D), s, int(rows()), int(here));
+      for (int64_t x = 0; x < here; x += WIDTH) add(b, h, first, t + x, here - x, s + x, own, out);
     }
   }
 
  private:
   const Estimate &call;
   const int planes, stride;
+  const int64_t together;  // blocks
 
-  int64_t room() const { return round_up(planes, LANES); }
-  int64_t held() const { return room() * stride; }
+  int64_t groups() const { return (call.rows + together - 1) / together; }
+  int64_t buckets() const { return call.columns << call.size; }
+  int64_t rows() const { return round_up(planes, InFloat32::ROWS); }
 
-  // A token's weight into its bucket of each hash; `sides` gets the bits of the planes that it lies beyond.
-  void add(const float *s, const Float32 *level, const int32_t *bit, float weight, float *sides, float *out) const {
-    for (int64_t x = 0; x < planes; x += WIDTH) {
-      const Lanes product = load(s + x / LANES * CHUNK * LANES + x % LANES);
-      store(sides + x, only(greater(product, load(level + x, planes - x)), ::floats(load_integers(bit + x))));
+  // Tokens t to t + here - 1, less the centres of their blocks, in WIDTH lanes, and as many of them, of own[stride][LANES].
+  void hold(int64_t b, int64_t h, int64_t t, int64_t here, float *own) const {
+    const auto K = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
+    const auto centres = rows_at<Float32>(call.q, b * call.qsb + h * call.qsh, call.qsn);
+    for (int64_t d = 0; d < stride; d += WIDTH) {
+      Integers block[WIDTH];
+      for (int64_t u = 0; u < WIDTH; u++) {
+        const int64_t token = t + least(u, here - 1);
+        const Lanes centre = load(centres[token / call.parts] + d, call.D - d);
+        block[u] = integers(infinite_or_nan_to_nan(load(K[token] + d, call.D - d) - centre));
+      }
+      transpose(block);
+      for (int64_t u = 0; u < WIDTH; u++) store(own + (d + u) * LANES, block[u]);
     }
-    const int32_t *side = reinterpret_cast<const int32_t *>(sides);
+  }
+
+  // The weights of tokens t to t + here - 1 of the work's blocks, WIDTH of them at most, into their buckets.
+  void add(int64_t b, int64_t h, int64_t first, int64_t t, int64_t here, const float *s, float *room,
+           float *out) const {
+    float *to[WIDTH], weight[WIDTH];
+    const int64_t count = least(WIDTH, here);
+    for (int64_t u = 0; u < count; u++) {
+      const int64_t block = (t + u) / call.parts;
+      to[u] = out + block * buckets();
+      weight[u] = call.weight[((b * call.rows + first + block) * call.H + h) * call.parts + (t + u) % call.parts];
+    }
     for (int64_t hash = 0; hash < call.columns; hash++) {
-      int64_t bucket = hash << call.size;
-      for (int i = 0; i < call.size; i++) bucket += *side++;
-      out[bucket] += weight;
+      Integers bucket = all(int32_t(hash << call.size));
+      for (int i = 0; i < call.size; i++, s += LANES)
+        bucket = ::add(bucket, integers(only(greater(load(s), zeros()), ::floats(all(int32_t(1 << i))))));
+      store(room, bucket);
+      const int32_t *at = reinterpret_cast<const int32_t *>(room);
+      for (int64_t u = 0; u < count; u++) to[u][at[u]] += weight[u];
     }
+  }
+};
+
+// The shares by collisions of some rows of one head, which lie in lanes.
+struct Collisions {
+  static constexpr int ROWS = InFloat32::ROWS, MORE = ROWS < WIDTH ? WIDTH : ROWS;
+  const Estimate &call;
+  const int64_t tiles = (call.rows + LANES - 1) / LANES, wide = round_up(call.H, MORE), deep = round_up(call.D, WIDTH);
+
+  int64_t count() const { return call.B * call.M * tiles; }
+  int64_t floats() const { return (2 * wide + 2 * deep) * LANES + ROWS * call.D; }
+  void begin(float *) const {}
+
+  void operator()(int64_t work, float *memory) const {
+    const int64_t heads = call.B * call.M, first = (tiles - 1 - work / heads) * LANES, head = work % heads;
+    const int64_t here = least(LANES, call.rows - first), row = head * call.rows + first;
+    const int64_t *seen = call.seen + first;
+    const int columns = int(*std::max_element(seen, seen + here)), whole = columns / ROWS * ROWS;
+    const float *held = static_cast<const float *>(call.k) + head * call.H * call.D;
+    float *near = memory, *share = near + wide * LANES, *met = share + wide * LANES, *total = met + deep * LANES;
+    float *rest = total + deep * LANES;
+    to_lanes(call.values + row * call.H, call.H, here, columns, near);
+    to_lanes(call.weight + row * call.D, call.D, here, call.D, met);
+    weigh(seen, here, columns, near);
+    std::fill(total, rest, 0.f);
+    multiply_transposed(InFloat32(), held, near, 0, columns, total, int(call.D), int(here));
+    for (float *x = met; x < total; x += WIDTH) store(x, load(x) / (load(x + deep * LANES) + all(float(call.nothing))));
+    multiply_in_panels(InFloat32(), held, call.D, met, int(call.D), share, whole, int(here));
+    if (whole < columns) {
+      std::fill(std::copy(held + whole * call.D, held + columns * call.D, rest), rest + ROWS * call.D, 0.f);
+      multiply_in_panels(InFloat32(), rest, call.D, met, int(call.D), share + whole * LANES, ROWS, int(here));
+    }
+    finish(held, here, columns, near, share);
+    float *out = call.out + row * call.H;
+    std::fill(out, out + here * call.H, 0.f);
+    from_lanes(share, here, columns, out, call.H);
+  }
+
+ private:
+  // Logits become weights relative to the largest of a row; 0 behind the columns that it sees.
+  static void weigh(const int64_t *seen, int64_t here, int columns, float *near) {
+    alignas(64) int32_t limits[LANES] = {};
+    std::copy(seen, seen + here, limits);
+    for (int64_t x = 0; x < here; x += WIDTH) {
+      const Integers limit = load_integers(limits + x);
+      Lanes top = all(-INF);
+      for (int c = 0; c < columns; c++)
+        top = larger(top, choose(at_least(limit, all(c + 1)), load(near + c * LANES + x), all(-INF)));
+      const Lanes shift = zero_at_infinity(top);
+      for (int c = 0; c < columns; c++) {
+        float *at = near + c * LANES + x;
+        store(at, only(at_least(limit, all(c + 1)), power_of_2((load(at) - shift) * all(LOG2E))));
+      }
+    }
+  }
+
+  // The shares by collisions, relative to the weights, become the whole ones.
+  void finish(const float *held, int64_t here, int columns, const float *near, float *share) const {
+    for (int64_t x = 0; x < here; x += WIDTH) {
+      Lanes total = zeros();
+      const auto alone = [&](int c) {
+        const float *in_one = held + c * call.D;
+        return load(near + c * LANES + x) * all(std::accumulate(in_one, in_one + (int64_t(1) << call.size), 0.f));
+      };
+      for (int c = 0; c < columns; c++) total = total + alone(c);
+      const Lanes factor = all(float(call.scale)) / choose(equal(total, zeros()), all(1.f), total);
+      for (int c = 0; c < columns; c++) {
+        float *at = share + c * LANES + x;
+        store(at, multiply_add(load(at), load(near + c * LANES + x), alone(c) * factor));
+      }
+    }
+  }
+
+  // rows[here][n], `step` apart, as lanes[n][LANES]; zeros in other lanes.
+  static void to_lanes(const float *rows, int64_t step, int64_t here, int64_t n, float *lanes) {
+    for (int64_t x = 0; x < LANES; x += WIDTH)
+      for (int64_t i = 0; i < n; i += WIDTH) {
+        Integers block[WIDTH];
+        for (int64_t u = 0; u < WIDTH; u++)
+          block[u] = x + u < here ? integers(load(unaligned(rows + (x + u) * step + i), n - i)) : all(0);
+        transpose(block);
+        for (int64_t u = 0; u < WIDTH; u++) store(lanes + (i + u) * LANES + x, block[u]);
+      }
+  }
+
+  static void from_lanes(const float *lanes, int64_t here, int64_t n, float *rows, int64_t step) {
+    for (int64_t x = 0; x < here; x += WIDTH)
+      for (int64_t i = 0; i < n; i += WIDTH) {
+        Integers block[WIDTH];
+        for (int64_t u = 0; u < WIDTH; u++) block[u] = integers(load(lanes + (i + u) * LANES + x));
+        transpose(block);
+        for (int64_t u = 0; u < least(WIDTH, here - x); u++)
+          store(unaligned(rows + (x + u) * step + i), ::floats(block[u]), n - i);
+      }
   }
 };
 
@@ -633,6 +744,8 @@ bool estimated(Estimator estimator, const Estimate &call) {
       return shares<Element, Joined>(call);
     case Estimator::buckets:
       return compute(Buckets<Element>(call), call.threads);
+    case Estimator::collisions:
+      return compute(Collisions{call}, call.threads);
     case Estimator::forecast:
       return compute(Forecasts{call}, call.threads);
     case Estimator::largest:

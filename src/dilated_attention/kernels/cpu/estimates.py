@@ -29,7 +29,7 @@ class _Estimate(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in _POINTERS],
         *[(name, ctypes.c_int64) for name in _NUMBERS],
-        ("scale", ctypes.c_double),
+        *[(name, ctypes.c_double) for name in ("scale", "nothing")],
     ]
 
 
@@ -142,24 +142,46 @@ def shares(
     return out
 
 
-def buckets(x: Tensor, level: Tensor, planes: Tensor, weight: Tensor, num_bits: int) -> Tensor:
+def buckets(x: Tensor, centre: Tensor, planes: Tensor, weight: Tensor, num_bits: int) -> Tensor:
     """Return the summed weight of each block's tokens in each bucket of each hash.
 
-    A hash has `num_bits` planes and 2 ** num_bits buckets. Bit i of a token's bucket says whether the token's product
-    with plane i of the hash exceeds `level`. The result is float32 `(batch, heads, blocks, hashes * buckets)`.
+    A hash has `num_bits` planes and 2 ** num_bits buckets. Bit i of a token's bucket says whether the product of the
+    token, less `centre`, with plane i of the hash is positive. The result is float32 `(batch, heads, blocks, hashes *
+    buckets)`.
 
     Args:
         x: `(batch, blocks * tokens, heads, head_dim)`.
-        level: float32 `(batch, blocks or 1, heads, hashes * num_bits)`.
+        centre: float32 `(batch, blocks or 1, heads, head_dim)`.
         planes: float32 `(head_dim, hashes * num_bits)`.
         weight: float32 `(batch, blocks, heads, tokens)`.
     """
     blocks, tokens = weight.shape[1], weight.shape[3]
-    hashes, level = planes.shape[1] // num_bits, level.contiguous()
+    hashes, centre = planes.shape[1] // num_bits, centre.contiguous()
     out = x.new_empty(x.shape[0], x.shape[2], blocks, hashes << num_bits, dtype=torch.float32)
     numbers = {"rows": blocks, "parts": tokens, "columns": hashes, "size": num_bits, "G": 1}
-    numbers["qsn"] = level.stride(1) * (level.shape[1] > 1)
-    _run(4, level, x, out=out, planes=planes.contiguous(), weight=weight.contiguous(), **numbers)
+    numbers["qsn"] = centre.stride(1) * (centre.shape[1] > 1)
+    _run(4, centre, x, out=out, planes=planes.contiguous(), weight=weight.contiguous(), **numbers)
+    return out
+
+
+def collisions(
+    logits: Tensor, held: Tensor, met: Tensor, seen: Tensor, num_bits: int, *, nothing: float, alone: float
+) -> Tensor:
+    """Return near * (met / (near @ held + nothing)) @ heldᵀ + alone * share, like logits, all float32.
+
+    Each row spreads what it has in a bucket over the columns in proportion to what they hold there, times near =
+    exp(logits - the largest). share is near times a column's sum over the first hash, scaled to a sum of 1.
+
+    Args:
+        logits: `(batch, heads, rows, columns)`.
+        held: `(batch, heads, columns, buckets)`; the number of buckets is a multiple of 8.
+        met: `(batch, heads, rows, buckets)`.
+        seen: int64 `(rows,)`: near is 0 from this column on.
+    """
+    logits, held, met, seen = (x.contiguous() for x in (logits, held, met, seen))
+    out = torch.empty_like(logits)
+    numbers = {"rows": logits.shape[2], "size": num_bits, "scale": alone, "nothing": nothing}
+    _run(5, None, held, out=out, values=logits, weight=met, seen=seen, **numbers)
     return out
 
 
@@ -193,7 +215,7 @@ def forecast(
         rate: a forecast's weight is proportional to exp(rate * held).
     """
     fields = {"counts": counts.contiguous(), "sampled": sampled, "values": held, "scale": rate}
-    _run(5, None, seen, out=share, rows=share.shape[2], first=at.start, **fields, **_table(rows))
+    _run(6, None, seen, out=share, rows=share.shape[2], first=at.start, **fields, **_table(rows))
 
 
 def largest(share: Tensor, counts: Tensor, rows: Rows, at: slice, offsets: Tensor, indices: Tensor) -> None:
@@ -204,7 +226,7 @@ def largest(share: Tensor, counts: Tensor, rows: Rows, at: slice, offsets: Tenso
     `(batch, lists, rows)`, where the list of each row `at` begins in `indices`.
     """
     fields = {"counts": counts.contiguous(), "offsets": offsets.contiguous(), "places": indices}
-    _run(6, None, share, rows=share.shape[2], first=at.start, **fields, **_table(rows))
+    _run(7, None, share, rows=share.shape[2], first=at.start, **fields, **_table(rows))
 
 
 def _table(rows: Rows) -> dict[str, Tensor]:

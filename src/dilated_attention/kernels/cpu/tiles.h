@@ -177,7 +177,9 @@ class Kept {
 
   // Make room for `chunks` chunks of `floats` floats; for fewer if they exceed a core's second cache.
   Kept(const Call &call, int64_t chunks, int64_t floats)
-      : goes_round(call.indptr || is_window(call)), size(round_up(floats, WIDTH)), slots(most(1, least(chunks, ROOM / size))) {}
+      : goes_round(call.indptr || is_window(call)),
+        size(round_up(floats, WIDTH)),
+        slots(most(1, least(chunks, ROOM / size))) {}
 
   int64_t floats() const { return slots * (size + SLOT); }
 
@@ -231,6 +233,14 @@ void for_each_tile(const Call &call, int64_t work, int64_t query_heads, Body bod
                                                                            : Task{});
 }
 
+// Fetch the first n elements of a row into the second cache: the first has no room for what is read and what comes next.
+// Inlined: GCC leaves out calls of a function that does nothing but this.
+template <class Element>
+[[gnu::always_inline]] inline void prefetch(const Element *row, int64_t n) {
+  constexpr int LINE = 64, SECOND_CACHE = 2;
+  for (int64_t d = 0; d < n; d += LINE / int64_t(sizeof(Element))) __builtin_prefetch(row + d, 0, SECOND_CACHE);
+}
+
 // Rows that a thread will read or write soon, prefetched while it computes: else it waits for most of them.
 class Ahead {
  public:
@@ -250,19 +260,18 @@ class Ahead {
     sets[size - 1].start = tile.start, sets[size - 1].stride = tile.stride;
   }
 
-  // Prefetch one of `parts` parts of them. Inlined: GCC leaves out calls of a function that does nothing but this.
+  // Prefetch one of `parts` parts of them. Inlined as `prefetch` is.
   [[gnu::always_inline]] void ask(int part, int parts) const {
     for (int s = 0; s < size; s++) {
       const Set &set = sets[s];
       for (int64_t i = set.count * part / parts; i < set.count * (part + 1) / parts; i++) {
         const char *row = set.base + (set.tokens ? set.tokens[i] : set.start + i * set.stride) * set.step;
-        for (int64_t at = 0; at < set.bytes; at += LINE) __builtin_prefetch(row + at, 0, SECOND_CACHE);
+        prefetch(row, set.bytes);
       }
     }
   }
 
  private:
-  static constexpr int LINE = 64, SECOND_CACHE = 2;
   struct Set {
     const char *base;
     int64_t step, bytes;
