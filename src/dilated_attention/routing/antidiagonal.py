@@ -62,8 +62,12 @@ def _pieces(q: Tensor, k: Tensor, grid: Candidates, stride: int) -> Sample:
     if grid.is_causal:  # block i has the queries that end at its first one, the first block none
         rows -= 1
         q = q[:, 1 : 1 + rows * grid.q_block]
-    first = torch.arange(0, rows * grid.q_block, stride, device=grid.device).view(rows, parts)
-    weight = (first < q.shape[1]).to(grid.dtype)
-    weight /= weight.sum(-1, keepdim=True)
+
+    def weights(grid: Candidates) -> Tensor:
+        first = torch.arange(0, rows * grid.q_block, stride, device=grid.device).view(rows, parts)
+        weight = (first < q.shape[1]).to(grid.dtype)
+        return weight / weight.sum(-1, keepdim=True)
+
+    weight = grid.once(("pieces", stride), weights)
     peaks = grid.k_block // stride
     return Sample(q, weight, k, peaks, grid.scale / stride, joined=stride)

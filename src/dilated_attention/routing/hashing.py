@@ -72,13 +72,13 @@ def lsh_blocks(
     seed = checks.integer("seed", seed)
     planes = partial(_planes, head_dim=q.shape[3], number=num_hashes * num_bits, seed=seed)
     hashes = _Hashes(grid.once(("planes", q.shape[3], num_hashes * num_bits, seed), planes), num_bits)
-    queries = _queries(q, grid, 1 if density is None else max(1, grid.q_block // LSH_QUERIES))
+    queries, centre_q, real = _queries(q, grid, 1 if density is None else max(1, grid.q_block // LSH_QUERIES))
     if density is not None:
-        each = queries.real / (queries.real.sum(-1, keepdim=True).clamp(min=1) * num_hashes)
-        met = hashes.weights(queries.x, queries.centre, each)
+        each = real / (real.sum(-1, keepdim=True).clamp(min=1) * num_hashes)
+        met = hashes.weights(queries, centre_q, each)
         none = met.new_zeros(*met.shape[:2], grid.rows - met.shape[2], grid.columns)
-        return largest_shares(q, k, density, grid, behind(none, _shares(met, queries.centre, k, hashes, grid)))
-    met = hashes.weights(*queries)  # (B, H, rows, hashes * buckets); when causal without row 0
+        return largest_shares(q, k, density, grid, behind(none, _shares(met, centre_q, k, hashes, grid)))
+    met = hashes.weights(queries, centre_q, real)  # (B, H, rows, hashes * buckets); when causal without row 0
     means, sizes = part_means(k, grid, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
     met, keys = F.pad(met, (0, 0, int(is_causal), 0)), in_blocks(k, grid.k_block)
@@ -95,25 +95,17 @@ def lsh_blocks(
     return grid.layout_of(rows())
 
 
-class _Tokens(NamedTuple):
-    """Hold tokens x, T per block, (B, blocks, T, H, D); the centres that are subtracted before hashing (means), (B,
-    blocks or 1, H, D); and `real`, 1 for each token that exists, else 0, (1, blocks, 1, T)."""
-
-    x: Tensor
-    centre: Tensor
-    real: Tensor
-
-
-def _queries(q: Tensor, grid: Candidates, step: int) -> _Tokens:
-    """Return every `step`-th query of each query block. When causal, the q_block queries that end at a block's first
-    query replace the block, and block 0 is left out."""
+def _queries(q: Tensor, grid: Candidates, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return every `step`-th query of each query block, (B, blocks, T, H, D); their means so far, from which they are
+    seen when hashed, (B, blocks or 1, H, D); and 1 for each that exists, else 0, (1, blocks, 1, T). When causal, the
+    q_block queries that end at a block's first query replace the block, and block 0 is left out."""
     stop = (grid.rows - 1) * grid.q_block if grid.is_causal else grid.seq_len
     blocks = in_blocks(q[:, 1 : 1 + stop] if grid.is_causal else q, grid.q_block)[:, :, step // 2 :: step]
     token = torch.arange(blocks.shape[1] * grid.q_block, device=grid.device).view(-1, grid.q_block)
     real = (token[:, step // 2 :: step] < stop).to(grid.dtype)
     size = real.sum(-1).clamp(min=1)
     means = torch.einsum("bithd,it->bihd", blocks.to(grid.dtype), real / size[:, None])
-    return _Tokens(blocks, _mean_so_far(means, size, grid.is_causal), real[None, :, None])
+    return blocks, _mean_so_far(means, size, grid.is_causal), real[None, :, None]
 
 
 def _planes(grid: Candidates, head_dim: int, number: int, seed: int) -> Tensor:
