@@ -32,7 +32,7 @@ def lsh_blocks(
     k: Keys,
     density: float | None = None,
     *,
-    num_hashes: int = 16,
+    num_hashes: int = 14,
     num_bits: int = 5,
     seed: int = 0,
     block_size: BlockSize = 128,
@@ -96,9 +96,9 @@ def lsh_blocks(
 
 
 def _queries(q: Tensor, grid: Candidates, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return every `step`-th query of each query block, (B, blocks, T, H, D); their means so far, from which they are
-    seen when hashed, (B, blocks or 1, H, D); and 1 for each that exists, else 0, (1, blocks, 1, T). When causal, the
-    q_block queries that end at a block's first query replace the block, and block 0 is left out."""
+    """Return every `step`-th query of each query block, (B, blocks, T, H, D); their means so far, (B, blocks or 1, H,
+    D); and 1 for each that exists, else 0, (1, blocks, 1, T). When causal, the q_block queries that end at a block's
+    first query replace the block, and block 0 is left out."""
     stop = (grid.rows - 1) * grid.q_block if grid.is_causal else grid.seq_len
     blocks = in_blocks(q[:, 1 : 1 + stop] if grid.is_causal else q, grid.q_block)[:, :, step // 2 :: step]
     token = torch.arange(blocks.shape[1] * grid.q_block, device=grid.device).view(-1, grid.q_block)
@@ -144,11 +144,13 @@ def _shares(
     # a key whose weight overflows has none: a NaN times 0 would reach the rows that do not see the key
     weight = F.pad((within - peak).exp_().nan_to_num_(nan=0.0), (0, 1))  # the mean of the others has none
     held = hashes.weights(keys, _mean_so_far(means, size[:, 0], grid.is_causal), weight)
-    peak = (peak - grid.scale * (means * chooser).sum(-1, keepdim=True)).permute(0, 2, 3, 1)
+    peak = peak - grid.scale * (means * chooser).sum(-1, keepdim=True)
+    peak, columns = (x.permute(0, 2, 3, 1).flatten(0, 1) for x in (peak, means))
     for rows in ranking.slices(0, met.shape[2], len(k) * met.shape[1] * grid.columns):
         at, met_here = slice(rows.start + skip, rows.stop + skip), met[:, :, rows]
         centre = centre_q[:, rows] if skip else centre_q  # not causal: one row for all
-        logits = peak + grid.scale * torch.einsum("bihd,bjhd->bhij", centre, means)
+        logits = torch.baddbmm(peak, centre.transpose(1, 2).flatten(0, 1), columns, alpha=grid.scale)
+        logits = logits.unflatten(0, met.shape[:2])
         if skip and is_compiled(logits) and hashes.buckets % 8 == 0:
             share = compiled.collisions(
                 logits, held, met_here, grid.choices[at], hashes.num_bits, nothing=NO_KEYS, alone=WEIGHT_ALONE
