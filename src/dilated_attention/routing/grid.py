@@ -147,9 +147,9 @@ class Candidates(BlockGrid):
                 indices = order[order < self.columns]
             every.append(counts)
             lists.append(indices)
-        if len(lists) > 1:  # from slices of rows, each with all heads, to heads
-            parts = [some.split(counts.sum(-1).flatten().tolist()) for some, counts in zip(lists, every, strict=True)]
-            lists = [some for of_head in zip(*parts, strict=True) for some in of_head]
+        if len(lists) > 1:  # by slices of rows, then by heads: the reverse
+            parts = [x.split(n.sum(-1).flatten().tolist()) for x, n in zip(lists, every, strict=True)]
+            lists = [x for head in zip(*parts, strict=True) for x in head]
         return BlockLayout._of(self, (torch.cat(every, 2), torch.cat(lists)))
 
 

@@ -22,8 +22,8 @@ from dilated_attention.routing.selectors import largest_shares
 
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
 LSH_KEYS = 15  # and keys, those with the largest weights
-NO_KEYS = 1e-30  # added to the weight of the keys in a bucket, so that a query alone there hits none
-WEIGHT_ALONE = 0.3  # factor of the share by weights alone; 0 and 1 captured less of MiniLM's attention
+NO_KEYS = 1e-30  # added to the weight in a bucket: a query alone there hits none
+WEIGHT_ALONE = 0.3  # factor of the share by weights alone; 0 and 1 hold less of MiniLM
 
 
 @selector
@@ -82,9 +82,12 @@ def lsh_blocks(
     means, sizes = part_means(k, grid, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
     met, keys = F.pad(met, (0, 0, int(is_causal), 0)), in_blocks(k, grid.k_block)
-    real = torch.arange(keys.shape[1] * grid.k_block, device=grid.device) < grid.seq_len
-    real = real.view(1, keys.shape[1], 1, grid.k_block).to(grid.dtype)
-    held = hashes.weights(keys, centre, real).repeat_interleave(q.shape[2] // k.shape[2], 1).mT
+    token = torch.arange(keys.shape[1] * grid.k_block, device=grid.device).view(1, -1, 1, grid.k_block)
+    held = (
+        hashes.weights(keys, centre, (token < grid.seq_len).to(grid.dtype))
+        .repeat_interleave(q.shape[2] // k.shape[2], 1)
+        .mT
+    )
 
     def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
         for at in ranking.slices(0, grid.rows, len(q) * q.shape[2] * grid.columns):

@@ -187,6 +187,6 @@ def _signed(q: Tensor) -> Tensor:
 
 def _pages(q: Tensor, k: Tensor, grid: Candidates, page_size: int) -> Sample:
     query, weight = pooled_queries(q, grid, PAGE_QUERY_PARTS)
-    signed = _signed(query if grid.scale >= 0 else -query).flatten(1, 2)
     bounds = extremes(k, page_size).to(grid.dtype)
-    return Sample(signed, weight, bounds, grid.k_block // page_size, abs(grid.scale))
+    peaks = grid.k_block // page_size
+    return Sample(_signed(query * grid.scale).flatten(1, 2), weight, bounds, peaks, 1.0)
