@@ -125,9 +125,8 @@ def _shares(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of query blocks, numbered as in `met`, with their estimated shares, (B, H, blocks, key blocks).
 
-    A key's weight exp(q̄·k) is computed as the product of two factors. The weight relative to the largest one in the
-    key's block uses the q̄ of the first query block that may choose this block, so it is the same for all rows. The
-    largest weight itself is estimated with the row's own q̄.
+    A key's weight exp(q̄·k) is a product of the largest one of its block, estimated with the row's own q̄, and of its
+    ratio to it, with the q̄ of the first query block that may choose the block, so that it is the same for all rows.
 
     Args:
         met: (B, H, rows, hashes * buckets), the share of a query block's queries in each bucket; the shares in one hash
