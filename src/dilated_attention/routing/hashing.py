@@ -83,11 +83,8 @@ def lsh_blocks(
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
     met, keys = F.pad(met, (0, 0, int(is_causal), 0)), in_blocks(k, grid.k_block)
     token = torch.arange(keys.shape[1] * grid.k_block, device=grid.device).view(1, -1, 1, grid.k_block)
-    held = (
-        hashes.weights(keys, centre, (token < grid.seq_len).to(grid.dtype))
-        .repeat_interleave(q.shape[2] // k.shape[2], 1)
-        .mT
-    )
+    real = (token < grid.seq_len).to(grid.dtype)
+    held = hashes.weights(keys, centre, real).repeat_interleave(q.shape[2] // k.shape[2], 1).mT
 
     def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
         for at in ranking.slices(0, grid.rows, len(q) * q.shape[2] * grid.columns):

@@ -282,9 +282,8 @@ class Shares {
         const int width = int(least(wide, round_up(number - g * wide, WIDTH)));
         multiply_in_panels(Arithmetic(), keys, stride, own + g * LANES * stride, words, s,
                            int(round_up(seen_here, Arithmetic::ROWS)), width);
-        if constexpr (ROUNDED)
-          to_numbers(rounded_keys->unit(b * call.H + n / call.G, j), units + g * 2 * LANES, seen_here, s, width);
-        add(list, j, seen_here, s, width, its, state + g * 2 * call.columns * LANES);
+        const float *key_units = ROUNDED ? rounded_keys->unit(b * call.H + n / call.G, j) : nullptr;
+        add(list, j, seen_here, key_units, units + g * 2 * LANES, s, width, its, state + g * 2 * call.columns * LANES);
       }
     }
     float *out = call.out + ((b * heads + n) * call.rows + first) * call.columns;
@@ -359,23 +358,18 @@ class Shares {
     }
   }
 
-  // Sums of rounded rows, of which key r has the unit key_units[r], become the products of the rows.
-  static void to_numbers(const float *key_units, const float *units, int here, float *s, int width) {
-    for (int x = 0; x < width; x += WIDTH)
-      for (int i = 0; i < here; i++) {
-        float *at = s + i * LANES + x;
-        store(at, Arithmetic::number(load(at), load(units + LANES + x)) * load(units + x) * all(key_units[i]));
-      }
-  }
-
-  // The scores of keys j to j + here - 1, which are overwritten, into the maxima and sums of their columns:
-  // state[columns][2][LANES].
-  void add(const List &list, int32_t j, int here, float *s, int width, const int32_t *seen, float *state) const {
+  // The products of keys j to j + here - 1, which are overwritten, into the maxima and sums of their columns:
+  // state[columns][2][LANES]. If they are rounded, key j + r has the unit key_units[r].
+  void add(const List &list, int32_t j, int here, const float *key_units, const float *units, float *s, int width,
+           const int32_t *seen, float *state) const {
     const bool masked = *std::min_element(seen, seen + width) < j + here;
     for (int x = 0; x < width; x += WIDTH) {
       const Integers limit = load_integers(seen + x);
+      const Lanes times = ROUNDED ? load(units + x) * all(factor) : all(factor);
       const auto score = [&](int i) {
-        Lanes y = load(s + i * LANES + x) * all(factor);
+        Lanes y = load(s + i * LANES + x);
+        if constexpr (ROUNDED) y = Arithmetic::number(y, load(units + LANES + x)) * all(key_units[i]);
+        y = y * times;
         if (call.logarithm) y = y + all(call.logarithm[list.key(j + i)] * LOG2E);
         return masked ? choose(at_least(limit, all(j + i + 1)), y, all(-INF)) : y;
       };
@@ -442,7 +436,7 @@ class Buckets {
         together(most(1, CHUNK / call.parts)) {}
 
   int64_t count() const { return call.B * groups() * call.H; }
-  int64_t floats() const { return rows() * (stride + LANES) + stride * LANES + 4 * LANES; }
+  int64_t floats() const { return rows() * (stride + LANES) + stride * LANES; }
 
   void begin(float *memory) const {
     std::fill(memory, memory + rows() * stride, 0.f);
@@ -512,9 +506,9 @@ class Buckets {
 
 // The shares by collisions of some rows of one head, which lie in lanes.
 struct Collisions {
-  static constexpr int ROWS = InFloat32::ROWS, MORE = ROWS < WIDTH ? WIDTH : ROWS;
+  static constexpr int ROWS = InFloat32::ROWS;
   const Estimate &call;
-  const int64_t tiles = (call.rows + LANES - 1) / LANES, wide = round_up(call.H, MORE), deep = round_up(call.D, WIDTH);
+  const int64_t tiles = (call.rows + LANES - 1) / LANES, wide = round_up(call.H, COLUMNS), deep = round_up(call.D, WIDTH);
 
   int64_t count() const { return call.B * call.M * tiles; }
   int64_t floats() const { return (2 * wide + 2 * deep) * LANES + ROWS * call.D; }
