@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-PAGE_QUERY_PARTS = 2  # bounds are loose: more choose no better
+PAGE_QUERY_PARTS = 3  # bounds are loose: more choose hardly better
 
 
 @selector
@@ -36,7 +36,7 @@ def page_bounds(q: Queries, k: Keys, density: float, *, page_size: int = 16, **o
 
         max_{k in page} q·k  <=  Σ_d max(q_d low_d, q_d high_d).
 
-    share(i, J) is the mean over the pooled queries of block i, those of its halves, of the softmax of the bound over
+    share(i, J) is the mean over the pooled queries of block i, those of its thirds, of the softmax of the bound over
     all pages, summed over the pages of J. A bound can lie far above every score, especially in large pages. To decode
     one token at a time with a cache, as the paper does, see `PageBounds`.
 
