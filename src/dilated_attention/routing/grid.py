@@ -147,7 +147,7 @@ class Candidates(BlockGrid):
                 indices = order[order < self.columns]
             every.append(counts)
             lists.append(indices)
-        if len(lists) > 1:  # by slices of rows, then by heads: the reverse
+        if len(lists) > 1:  # they come slice by slice, and go head by head
             parts = [x.split(n.sum(-1).flatten().tolist()) for x, n in zip(lists, every, strict=True)]
             lists = [x for head in zip(*parts, strict=True) for x in head]
         return BlockLayout._of(self, (torch.cat(every, 2), torch.cat(lists)))

@@ -122,8 +122,8 @@ def _shares(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of query blocks, numbered as in `met`, with their estimated shares, (B, H, blocks, key blocks).
 
-    A key's weight exp(q̄·k) is a product of the largest one of its block, estimated with the row's own q̄, and of its
-    ratio to it, with the q̄ of the first query block that may choose the block, so that it is the same for all rows.
+    A key's weight exp(q̄·k) has two factors. The largest weight of its block is estimated with the row's own q̄. The
+    key's ratio to it takes the q̄ of the first query block that may choose the block: it is the same for all rows.
 
     Args:
         met: (B, H, rows, hashes * buckets), the share of a query block's queries in each bucket; the shares in one hash

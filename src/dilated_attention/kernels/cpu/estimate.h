@@ -6,11 +6,13 @@
 //                mean of the others, 0 where there are none; values, places (B, columns, H * G, peaks): scores and tokens
 //     shares     out[b, n, i, j] = sum over parts of weight * the softmax of scale * q . k + logarithm over the first
 //                `seen` keys, summed over the `peaks` keys of column j; key 0 lies `first` elements before k
-//     buckets    out[b, h, i, hash, bucket] = the weights (B, rows, H, parts) of the parts of block i of k that lie, seen from
-//                q[b, i, h], above those of the `size` planes of a hash that have a bit of the bucket; `columns` hashes
-//     collisions out (B, M, rows, H) = w . (k . (weight / (w . k + nothing))^T)^T + scale * the shares of the rows of w * the
-//                sums of the first 2^size columns of k; w, the weights of logits `values` (B, M, rows, H), relative to
-//                the largest, is 0 from column `seen` (rows) on; k is float32 (B, M, H, D), weight (B, M, rows, D)
+//     buckets    out[b, h, i, hash, bucket] = the sum of the weights (B, rows, H, parts) of the parts of block i of k which,
+//                less q[b, i, h], lie above plane p of the hash where the bucket has bit p, and there alone; `columns`
+//                hashes of `size` planes
+//     collisions out (B, M, rows, H) = w * ((weight / (w k + nothing)) k^T) + scale * share, * and / by element. w is
+//                exp(values - the row's largest), 0 from column `seen` (rows) on; share is w times the sum of the first
+//                2^size columns of k, scaled to a sum of 1 a row; k is float32 (B, M, H, D), values (B, M, rows, H),
+//                weight (B, M, rows, D)
 //     forecast   out (B, M, rows, D), shares of the rows that begin with `first`, becomes its mixture with the two other forecasts
 //                (routing/forecast.py); k is float32 (B, M, H, D), the shares that H `sampled` rows have seen; values
 //                (B, M, 3): what the lists of each forecast have held so far

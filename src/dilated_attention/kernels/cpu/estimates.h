@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <numeric>
 
 #include "estimate.h"
 #include "threads.h"
@@ -20,6 +19,17 @@ Rows<const Element> rows_at(const void *x, int64_t offset, int64_t step) {
 
 inline Float32 *unaligned(float *x) { return reinterpret_cast<Float32 *>(x); }
 inline const Float32 *unaligned(const float *x) { return reinterpret_cast<const Float32 *>(x); }
+
+// WIDTH rows of `words` words in lanes, lanes[round_up(words, WIDTH)][LANES]; row(u, w) loads row u, words w to w + WIDTH - 1.
+template <class Row>
+[[gnu::always_inline]] inline void to_lanes(int64_t words, float *lanes, Row row) {
+  for (int64_t w = 0; w < words; w += WIDTH) {
+    Integers block[WIDTH];
+    for (int u = 0; u < WIDTH; u++) block[u] = integers(row(u, w));
+    transpose(block);
+    for (int u = 0; u < WIDTH; u++) store(lanes + (w + u) * LANES, block[u]);
+  }
+}
 
 // The means or extremes of one interval, of all heads of a sample: sums, or maxima of x and of -x and where a NaN was.
 template <class Element, bool EXTREMES>
@@ -138,8 +148,8 @@ struct Peaks {
     }
   }
 
-  // The tokens with the largest scores, descending, of equal ones the first; a NaN counts as infinity. `best` ascends: a
-  // score, as an integer of the same order, in its upper half, and the tokens behind this one in its lower.
+  // The tokens with the largest scores, descending, of equal ones the first; a NaN counts as infinity. `best` ascends.
+  // Its upper halves are scores, as integers of the same order; its lower halves are larger for earlier tokens.
   int64_t select(const float *score, int64_t tokens, int64_t *best, int64_t *place) const {
     const int64_t room = round_up(call.peaks, 8), found = least(tokens, call.peaks);
     std::fill(best, best + call.peaks, INT64_MIN);
@@ -348,12 +358,7 @@ class Shares {
           query[u] = room + u * stride;
           join<true>(call, Q, i + u < number ? first + i + u : NONE / call.joined, call.N, WIDTH, room + u * stride);
         }
-      for (int w = 0; w < stride; w += WIDTH) {
-        Integers block[WIDTH];
-        for (int u = 0; u < WIDTH; u++) block[u] = integers(load(query[u] + w));
-        transpose(block);
-        for (int u = 0; u < WIDTH; u++) store(to + (w + u) * LANES, block[u]);
-      }
+      to_lanes(stride, to, [&](int u, int64_t w) { return load(query[u] + w); });
       if constexpr (ROUNDED) store(units + (g * 2 + 1) * LANES + i % wide, Arithmetic::offset(to, stride));
     }
   }
@@ -471,16 +476,11 @@ class Buckets {
   void hold(int64_t b, int64_t h, int64_t t, int64_t here, float *own) const {
     const auto K = rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
     const auto centres = rows_at<Float32>(call.q, b * call.qsb + h * call.qsh, call.qsn);
-    for (int64_t d = 0; d < stride; d += WIDTH) {
-      Integers block[WIDTH];
-      for (int64_t u = 0; u < WIDTH; u++) {
-        const int64_t token = t + least(u, here - 1);
-        const Lanes centre = load(centres[token / call.parts] + d, call.D - d);
-        block[u] = integers(infinite_or_nan_to_nan(load(K[token] + d, call.D - d) - centre));
-      }
-      transpose(block);
-      for (int64_t u = 0; u < WIDTH; u++) store(own + (d + u) * LANES, block[u]);
-    }
+    to_lanes(call.D, own, [&](int u, int64_t d) {
+      const int64_t token = t + least(u, here - 1);
+      const Lanes centre = load(centres[token / call.parts] + d, call.D - d);
+      return infinite_or_nan_to_nan(load(K[token] + d, call.D - d) - centre);
+    });
   }
 
   // The weights of tokens t to t + here - 1 of the work's blocks, WIDTH of them at most, into their buckets.
@@ -508,7 +508,8 @@ class Buckets {
 struct Collisions {
   static constexpr int ROWS = InFloat32::ROWS;
   const Estimate &call;
-  const int64_t tiles = (call.rows + LANES - 1) / LANES, wide = round_up(call.H, COLUMNS), deep = round_up(call.D, WIDTH);
+  const int64_t tiles = (call.rows + LANES - 1) / LANES, wide = round_up(call.H, COLUMNS),
+                deep = round_up(call.D, WIDTH);
 
   int64_t count() const { return call.B * call.M * tiles; }
   int64_t floats() const { return (2 * wide + 2 * deep) * LANES + ROWS * call.D; }
@@ -522,8 +523,8 @@ struct Collisions {
     const float *held = static_cast<const float *>(call.k) + head * call.H * call.D;
     float *near = memory, *share = near + wide * LANES, *met = share + wide * LANES, *total = met + deep * LANES;
     float *rest = total + deep * LANES;
-    to_lanes(call.values + row * call.H, call.H, here, columns, near);
-    to_lanes(call.weight + row * call.D, call.D, here, call.D, met);
+    hold(call.values + row * call.H, call.H, here, columns, near);
+    hold(call.weight + row * call.D, call.D, here, call.D, met);
     weigh(seen, here, columns, near);
     std::fill(total, rest, 0.f);
     multiply_transposed(InFloat32(), held, near, 0, columns, total, int(call.D), int(here));
@@ -557,33 +558,38 @@ struct Collisions {
     }
   }
 
-  // The shares by collisions, relative to the weights, become the whole ones.
-  void finish(const float *held, int64_t here, int columns, const float *near, float *share) const {
+  // The shares by collisions, relative to the weights, become the whole ones. Overwrites the weights.
+  void finish(const float *held, int64_t here, int columns, float *near, float *share) const {
+    const int64_t buckets = int64_t(1) << call.size;
+    Lanes total[VECTORS];
+    for (Lanes &x : total) x = zeros();
+    for (int c = 0; c < columns; c++) {
+      Lanes sums = zeros();  // of the first hash
+      for (int64_t i = 0; i < buckets; i += WIDTH) sums = sums + load(unaligned(held + c * call.D + i), buckets - i);
+      const Lanes in_one = all(sum_of(sums));
+      for (int64_t x = 0; x < here; x += WIDTH) {
+        float *weight = near + c * LANES + x, *at = share + c * LANES + x;
+        const Lanes alone = load(weight) * in_one;
+        store(at, load(at) * load(weight)), store(weight, alone);
+        total[x / WIDTH] = total[x / WIDTH] + alone;
+      }
+    }
     for (int64_t x = 0; x < here; x += WIDTH) {
-      Lanes total = zeros();
-      const auto alone = [&](int c) {
-        const float *in_one = held + c * call.D;
-        return load(near + c * LANES + x) * all(std::accumulate(in_one, in_one + (int64_t(1) << call.size), 0.f));
-      };
-      for (int c = 0; c < columns; c++) total = total + alone(c);
-      const Lanes factor = all(float(call.scale)) / choose(equal(total, zeros()), all(1.f), total);
+      const Lanes sum = total[x / WIDTH];
+      const Lanes factor = all(float(call.scale)) / choose(equal(sum, zeros()), all(1.f), sum);
       for (int c = 0; c < columns; c++) {
         float *at = share + c * LANES + x;
-        store(at, multiply_add(load(at), load(near + c * LANES + x), alone(c) * factor));
+        store(at, multiply_add(load(near + c * LANES + x), factor, load(at)));
       }
     }
   }
 
   // rows[here][n], `step` apart, as lanes[n][LANES]; zeros in other lanes.
-  static void to_lanes(const float *rows, int64_t step, int64_t here, int64_t n, float *lanes) {
+  static void hold(const float *rows, int64_t step, int64_t here, int64_t n, float *lanes) {
     for (int64_t x = 0; x < LANES; x += WIDTH)
-      for (int64_t i = 0; i < n; i += WIDTH) {
-        Integers block[WIDTH];
-        for (int64_t u = 0; u < WIDTH; u++)
-          block[u] = x + u < here ? integers(load(unaligned(rows + (x + u) * step + i), n - i)) : all(0);
-        transpose(block);
-        for (int64_t u = 0; u < WIDTH; u++) store(lanes + (i + u) * LANES + x, block[u]);
-      }
+      to_lanes(n, lanes + x, [&](int u, int64_t i) {
+        return x + u < here ? load(unaligned(rows + (x + u) * step + i), n - i) : zeros();
+      });
   }
 
   static void from_lanes(const float *lanes, int64_t here, int64_t n, float *rows, int64_t step) {
