@@ -29,7 +29,8 @@ from torch import Tensor
 from dilated_attention.backends.dropout import dropout_of, survives
 from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import attend
-from dilated_attention.plan import Plan, StridedGroup
+from dilated_attention.layout import BlockLayout
+from dilated_attention.plan import Plan, Rows, StridedGroup
 from tolerances import TOLERANCE, excess
 
 
@@ -54,6 +55,31 @@ def band_of(group: StridedGroup) -> Tensor:
     low = -group.queries.count if group.low is None else group.low
     return (distance >= low) & (distance <= (group.keys.count if group.high is None else group.high))
 
+
+def layout(
+    seq_len: int, q_block: int, k_block: int, is_causal: bool, samples: int = 1, heads: int = 1, density: float = 0.4
+) -> BlockLayout:
+    """Return a random layout with rows that see nothing."""
+    rows, columns = -(-seq_len // q_block), -(-seq_len // k_block)
+    blocks = torch.rand(samples, heads, rows, columns) < density
+    blocks[0, 0, 0] = False
+    found = BlockLayout.from_mask(blocks, seq_len, (q_block, k_block))
+    return found.causal() if is_causal else found
+
+
+def part_of_a_layout(q_block: int, k_block: int, is_causal: bool) -> tuple[Plan, BlockLayout, Tensor]:
+    """Return a plan whose queries are rows 37 to 81 of a layout of 130, its layout, and the counts of 2 heads.
+
+    The queries are every second one of 100 tokens, from token 3 on.
+    """
+    lists = layout(130, q_block, k_block, is_causal).prefix(130, 37, 82)
+    counts = torch.zeros(2, 100, 130, dtype=torch.int32)
+    counts[:, 3:93:2] = lists.dense_mask()[0, :, 37:82].int()
+    group = StridedGroup(Rows(3, 90, 1, 2, 45), Rows(0, 130, 1, 1, 130), 0, 2, 1, ahead=37)
+    return Plan(100, 2, (group,), covered=False, square=False), lists, counts
+
+
+PARTS_OF_A_LAYOUT = [(16, 16), (37, 13), (256, 32), (1, 1), (16, 1), (1, 16)]
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

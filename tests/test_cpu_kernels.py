@@ -24,7 +24,17 @@ import test_bad_input
 import test_dropout
 import test_properties
 import test_windows
-from conformance import band_of, causal, evaluate, excesses, problem, random_calls
+from conformance import (
+    PARTS_OF_A_LAYOUT,
+    band_of,
+    causal,
+    evaluate,
+    excesses,
+    layout,
+    part_of_a_layout,
+    problem,
+    random_calls,
+)
 from dilated_attention import attention, dilated_attention, explain
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
@@ -32,7 +42,6 @@ from dilated_attention.backends.jobs import NEARBY
 from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
 from dilated_attention.errors import BackendError
 from dilated_attention.kernels.cpu import build
-from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Window
 from dilated_attention.plan import Branches, Plan, Rows, StridedGroup, plan_dilated, plan_of
 from dilated_attention_lab.bench.cases import Case
@@ -302,6 +311,12 @@ class TestFeatures(Forced):
         check(tensors(samples, seq_len, 2, 2, 16, dtype), [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
 
     @both
+    @pytest.mark.parametrize(("q_block", "k_block"), PARTS_OF_A_LAYOUT)
+    def test_some_rows_of_a_layout(self, q_block, k_block, is_causal, dtype):
+        plan, lists, counts = part_of_a_layout(q_block, k_block, is_causal)
+        check(tensors(1, 100, 4, 2, 16, dtype, keys=130), [plan], counts, layouts={130: lists})
+
+    @both
     def test_lists_per_query_head(self, is_causal, dtype):
         lists = layout(64, 32, 32, is_causal, heads=2)
         plan, _ = dilated(64, 1, (64,), (1,))
@@ -421,15 +436,6 @@ class TestSoftcap(Forced):
         wanted = attend(*(x.double() for x in inputs.values()), counts, scale=0.25, softcap=0.5)
         for actual, expected in zip(found, wanted, strict=True):
             assert relative_error(actual, expected) <= TOLERANCE[dtype]
-
-
-def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4):
-    """A random layout with rows that see nothing."""
-    rows, columns = -(-seq_len // q_block), -(-seq_len // k_block)
-    blocks = torch.rand(samples, heads, rows, columns) < density
-    blocks[0, 0, 0] = False
-    found = BlockLayout.from_mask(blocks, seq_len, (q_block, k_block))
-    return found.causal() if is_causal else found
 
 
 @random_calls(100)

@@ -29,7 +29,7 @@ import test_blocks
 import test_dropout
 import test_properties
 import test_windows
-from conformance import band_of, causal, excesses, problem, random_calls
+from conformance import PARTS_OF_A_LAYOUT, band_of, causal, excesses, layout, part_of_a_layout, problem, random_calls
 from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
@@ -39,7 +39,6 @@ from dilated_attention.backends.table import BACKENDS
 from dilated_attention.cache import PlanCache
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.kernels.configurations import ARCHITECTURES, Architecture, Shape
-from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated, Window
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated, plan_of
 from tolerances import TOLERANCE, relative_error
@@ -452,15 +451,6 @@ class TestGroups:
         assert "head_dim" in why(wide)
 
 
-def layout(seq_len, q_block, k_block, is_causal, samples=1, heads=1, density=0.4):
-    """A random layout with rows that see nothing."""
-    rows, columns = -(-seq_len // q_block), -(-seq_len // k_block)
-    blocks = torch.rand(samples, heads, rows, columns) < density
-    blocks[0, 0, 0] = False
-    found = BlockLayout.from_mask(blocks, seq_len, (q_block, k_block))
-    return found.causal() if is_causal else found
-
-
 @interpreted
 class TestBlocks:
     @each_once(
@@ -474,6 +464,11 @@ class TestBlocks:
         counts = lists.dense_mask().int().expand(samples, 2, -1, -1)
         inputs = tensors(samples, seq_len, 2, 2, 16)
         check(inputs, [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
+
+    @each_once("blocks", PARTS_OF_A_LAYOUT)
+    def test_some_rows_of_a_layout(self, blocks, is_causal):
+        plan, lists, counts = part_of_a_layout(*blocks, is_causal)
+        check(tensors(1, 100, 4, 2, 16, keys=130), [plan], counts, layouts={130: lists})
 
     @both
     def test_lists_per_query_head(self, is_causal):

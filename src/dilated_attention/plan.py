@@ -65,6 +65,8 @@ class StridedGroup(NamedTuple):
         low, high: the band; None: no bound. A causal group has high = 0 where its queries are its keys.
         first: no earlier group of the plan holds any of these (query row, head): the result is written, not merged.
         phantoms: zero keys (score 0, value 0) that each query also sees, when not causal; see compat="torchscale".
+        ahead: with a block layout, which is over the keys: the first query's row of it. Blocks without a query list
+            nothing.
     """
 
     queries: Rows
@@ -76,6 +78,7 @@ class StridedGroup(NamedTuple):
     high: int | None = None
     first: bool = False
     phantoms: int = 0
+    ahead: int = 0
 
     @property
     def banded(self) -> bool:

@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dilated_attention.backends import blocks, fused
 from dilated_attention.backends.dropout import Dropout, Pairs
@@ -148,7 +149,7 @@ class _Tile:
 
     def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
         """Return the layout inside the group's segments, for this tile's batch elements and query heads."""
-        layout = layouts[group.queries.count]
+        layout = layouts[group.keys.count]
         batch = self.batch if layout.batch_size > 1 else None
         heads = self.q_heads if layout.num_heads > 1 else None
         if batch is heads is None:
@@ -281,6 +282,12 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
 
 
+def _every_row(x: Tensor, group: StridedGroup) -> Tensor:
+    """Return x `(problems, heads, queries, ...)` with all rows of the layout; those without a query are 0."""
+    rows, queries = group.keys.count, group.queries.count
+    return x if rows == queries else pad(x, (0, 0) * (x.dim() - 3) + (group.ahead, rows - group.ahead - queries))
+
+
 class _Whole:
     """Hold a `Problem` and its tensors, of which each tile computes a part; `operators`: as in `forward`."""
 
@@ -331,11 +338,12 @@ class _Whole:
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
         """Return out and lse of a tile, `(problems, heads, rows, ...)`; `group`: the group that it is cut from."""
-        views = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
+        q, *keys = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts
         if layouts is not None:
-            return blocks.forward(tile.layout(layouts, group), scores, *views)
-        out, lse = self.operators.forward(scores, *views)
+            out, lse = blocks.forward(tile.layout(layouts, group), scores, _every_row(q, group), *keys)
+            return out.narrow(2, group.ahead, group.queries.count), lse.narrow(2, group.ahead, group.queries.count)
+        out, lse = self.operators.forward(scores, q, *keys)
         if group.phantoms:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
@@ -344,11 +352,13 @@ class _Whole:
         """Return dq, dk and dv of a tile, `(problems, heads, rows, head_dim)`, each per query head; `merged`: of the
         whole call."""
         part = merged.views(lambda x: tile.queries(x, group.queries))
-        views = part, tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
+        q, *keys = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         scores, layouts = self._scores(group, tile), self.problem.layouts
         if layouts is not None:
-            return blocks.backward(tile.layout(layouts, group), scores, *views)
-        return self.operators.backward(scores, *views)
+            part = part.views(lambda x: _every_row(x, group))
+            dq, dk, dv = blocks.backward(tile.layout(layouts, group), scores, part, _every_row(q, group), *keys)
+            return dq.narrow(2, group.ahead, group.queries.count), dk, dv
+        return self.operators.backward(scores, part, q, *keys)
 
 
 def forward(

@@ -31,7 +31,7 @@ Part = tuple[np.ndarray, Sequence[int]]
 """An array of cells, and the KV heads for which each of them is computed."""
 
 TILE_FIELDS, SPAN_FIELDS = 8, 5
-HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST = range(7)
+HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST, AHEAD = range(TILE_FIELDS)
 STARTS = slice(TILE_FIELDS, None, SPAN_FIELDS)
 STRIDES = slice(TILE_FIELDS + 1, None, SPAN_FIELDS)
 COUNTS = slice(TILE_FIELDS + 2, None, SPAN_FIELDS)
@@ -102,7 +102,7 @@ def tables(
         cells = _unions(plan, side, shape, join and not plan.banded)
         return [_span_table(parts, side, plan.banded, shape, device) for parts in cells]
     return [
-        _block_table(groups, side, shape, layouts[groups[0].queries.count], device)
+        _block_table(groups, side, shape, layouts[groups[0].keys.count], device)
         for groups in launched(plan, side, layouts)
     ]
 
@@ -120,11 +120,14 @@ def _block_table(
     groups: Sequence[StridedGroup], side: Side, shape: Shape, layout: BlockLayout, device: torch.device
 ) -> Table:
     own, loop = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
-    high = 0 if layout.is_causal else None  # the layout's own bound: no later key if it is causal
-    whole = [(_segment_cells(group._replace(low=None, high=high), side), _heads(group)) for group in groups]
-    parts = [(_block_cells(cells, side, own), heads) for cells, heads in whole]
+    parts: list[Part] = []
+    for group in groups:  # with the layout's own bound: no later key if it is causal
+        cells = _segment_cells(group._replace(low=None, high=group.ahead if layout.is_causal else None), side)
+        parts.append((_block_cells(cells, side, own, group.ahead if side == "queries" else 0), _heads(group)))
     lines = heaviest_first(_lines(parts, side, shape.own))
-    even = loop % shape.loop == 0 and layout.seq_len % loop == 0
+    begin = lines[:, AHEAD]
+    ends_a_block = [not (x % loop).any() for x in (begin, begin + lines[:, COUNTS].sum(1))]
+    even = loop % shape.loop == 0 and all(ends_a_block)
     if side == "queries" and loop % shape.loop:
         edge = -1
     elif layout.is_causal:  # the blocks that meet the tokens of the tile's own block, the partial last one among them
@@ -242,9 +245,9 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
     if layouts is None:
         return out
     return [
-        [group for group in turn if group.queries.count == count]
+        [group for group in turn if group.keys.count == count]
         for turn in out
-        for count in sorted({group.queries.count for group in turn}, reverse=True)
+        for count in sorted({group.keys.count for group in turn}, reverse=True)
     ]
 
 
@@ -290,6 +293,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
     cells[:, START], cells[:, STRIDE] = own.start + segment * own.segment, own.stride
     cells[:, ROWS], cells[:, FIRST] = own.count, group.first
     cells[:, PHANTOMS] = group.phantoms
+    cells[:, AHEAD] = 0 if side == "queries" else group.ahead
     cells[:, TILE_FIELDS] = loop.start + segment * loop.segment
     sign = 1 if side == "queries" else -1  # key i is seen by query j iff -high <= j - i <= -low
     edges = [None if x is None else sign * x for x in (group.high, group.low)]
@@ -300,12 +304,14 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
     return cells
 
 
-def _block_cells(cells: np.ndarray, side: Side, size: int) -> np.ndarray:
-    """Cut cells of whole segments into one cell per block of `size` rows; LIST becomes its number in the segment."""
-    cell, block = _runs(-(-cells[:, ROWS] // size))
-    out = cells[cell]
+def _block_cells(cells: np.ndarray, side: Side, size: int, ahead: int) -> np.ndarray:
+    """Cut cells of whole segments, whose row 0 lies at position `ahead`, into one cell per block of `size` positions;
+    LIST becomes the block's number."""
+    cell, block = _runs(-(-(ahead + cells[:, ROWS]) // size) - ahead // size)
+    block += ahead // size
+    out, begin = cells[cell], np.maximum(block * size - ahead, 0)
     out[:, LIST] = block
-    _advance(out, block, size, side)
+    _advance(out, begin, (block + 1) * size - ahead - begin, side)
     return out
 
 
@@ -315,16 +321,16 @@ def _runs(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return run, np.arange(len(run)) - (np.cumsum(lengths) - lengths)[run]
 
 
-def _advance(lines: np.ndarray, index: np.ndarray, size: int, side: Side) -> None:
-    """Replace each line i (a cell or tile), in place, by its rows from index[i] * size on, at most `size` of them.
+def _advance(lines: np.ndarray, begin: np.ndarray, size: np.ndarray | int, side: Side) -> None:
+    """Replace each line i (a cell or tile), in place, by its rows from begin[i] on, at most `size` of them.
 
     The diagonals of its spans count from its first row, so they move along, except those that hide nothing (UNMASKED).
     """
     for edges, unmasked in zip(EDGES, UNMASKED[side], strict=True):
         masked = (lines[:, edges] != unmasked) & (lines[:, COUNTS] > 0)
-        lines[:, edges] += masked * (index * size)[:, None]
-    lines[:, START] += index * size * lines[:, STRIDE]
-    lines[:, ROWS] = np.minimum(size, lines[:, ROWS] - index * size)
+        lines[:, edges] += masked * begin[:, None]
+    lines[:, START] += begin * lines[:, STRIDE]
+    lines[:, ROWS] = np.minimum(size, lines[:, ROWS] - begin)
 
 
 def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
@@ -400,7 +406,7 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
         block = np.zeros((len(cell), columns), np.int64)
         block[:, : cells.shape[1]] = cells[cell]
         block[:, HEAD] = np.asarray(heads)[head]
-        _advance(block, tile, own, side)
+        _advance(block, tile * own, own, side)
         blocks.append(block)
     return np.concatenate(blocks)
 

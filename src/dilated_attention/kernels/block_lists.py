@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """Choose the tiles that the loop of strided.py visits when a block layout selects a part of a span.
 
-The layout cuts the span's positions into blocks: block c holds positions c · SIZE to (c + 1) · SIZE - 1. The rows of a
-tile also lie in one block; its number is `list` in the table line. The tile visits the blocks
+The layout cuts positions into blocks: block c holds positions c · SIZE to (c + 1) · SIZE - 1. A span of keys begins at
+position 0, one of queries at position `ahead`, possibly inside a block. The rows of a tile also lie in one block; its
+number is `list` in the table line. The tile visits the blocks
 
     indices[indptr[x] : indptr[x + 1]],   x = sample · lsb + (query head // LH) · lsh + list.
 
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 # Fields of a table line, described in strided.py.
-LIST = tl.constexpr(6)
+LIST, AHEAD = tl.constexpr(6), tl.constexpr(7)
 SPAN = tl.constexpr(8)
 
 
@@ -37,8 +38,8 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
     is the stride between such heads in INDPTR. If KEYS, the blocks hold keys, otherwise queries. A step visits at most
     R positions, of one block of SIZE.
 
-    Returns the number of steps, and the part: the address of its first block, then start, stride, count and diagonal
-    `near` of the span.
+    Returns the number of steps, and the part: the address of its first block, then start, stride, count, diagonal
+    `near` and position of the span.
     """
     x = sample + (n // LH) * lsh + tl.load(T + LIST)
     low = tl.load(INDPTR + x)
@@ -52,7 +53,7 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
     else:
         high = split
     S = T + SPAN
-    part = INDICES + low, tl.load(S), tl.load(S + 1), tl.load(S + 2), tl.load(S + 3)
+    part = INDICES + low, tl.load(S), tl.load(S + 1), tl.load(S + 2), tl.load(S + 3), 0 if KEYS else tl.load(T + AHEAD)
     return (high - low).to(tl.int32) * tl.cdiv(SIZE, R), part
 
 
@@ -64,16 +65,16 @@ def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.const
 
     A block of SIZE positions takes ceil(SIZE / R) steps. WIDE: as in `tokens`.
     """
-    LISTED, start, stride, count, near = part
+    LISTED, start, stride, count, near, ahead = part
     tiles: tl.constexpr = (SIZE + R - 1) // R
     within = (step % tiles) * R
-    low = tl.load(LISTED + step // tiles).to(tl.int32) * SIZE + within
+    low = tl.load(LISTED + step // tiles).to(tl.int32) * SIZE + within - ahead
     j = low + tl.arange(0, R)
-    seen = j < count
+    seen = j.to(tl.uint32) < count.to(tl.uint32)  # and not negative
     if SIZE % R:
         seen &= within + tl.arange(0, R) < SIZE
-    base, ahead = tokens(start, stride, low, R, WIDE)
-    return j, base, ahead, seen, near, near
+    base, beyond = tokens(start, stride, low, R, WIDE)
+    return j, base, beyond, seen, near, near
 
 
 @triton.jit

@@ -3,15 +3,15 @@
 
 A launch is an int32 table with one line per tile:
 
-    head  start  stride  rows  first  phantoms  list  0      the tile: tokens start + i · stride, 0 <= i < rows
+    head  start  stride  rows  first  phantoms  list  ahead  the tile: tokens start + i · stride, 0 <= i < rows
     start  stride  count  near  far                          span 1:   tokens start + j · stride, 0 <= j < count
     ...                                                      further spans
 
 `first` is 0 if an earlier launch wrote these rows of out and lse; `forward` then continues from them. `phantoms`
 counts keys with score 0 and value 0. With lists of blocks a line has one span, and the loop visits only the blocks in
-list number `list` (block_lists.py). If CAUSAL, row i of the tile sees key j of the span iff j <= i + near and, in a
-WINDOW, j >= i + far. In dk/dv the tile holds keys and the spans hold queries: row i is seen by query j iff j >= i +
-near and, in a WINDOW, j <= i + far.
+list number `list`; the span then begins at position `ahead` of what the blocks cut (block_lists.py). If CAUSAL, row i
+of the tile sees key j of the span iff j <= i + near and, in a WINDOW, j >= i + far. In dk/dv the tile holds keys and
+the spans hold queries: row i is seen by query j iff j >= i + near and, in a WINDOW, j <= i + far.
 
 The loops are inside `if steps > 0`. If a loop could have no steps, ptxas would make each wgmma wait for the one before
 it (its warning C7515).

@@ -2,9 +2,9 @@
 
 A crossing segment has a layout over its rows. A rank needs the key blocks that its own query blocks list. A row travels
 once, however many query blocks, query heads and branches list it. A part of the call attends the rank's own rows to the
-listed keys of certain token ranges, own or received. That is a square block-sparse problem over a *short sequence*: all
-blocks that are a query block or a key block of this part, in their order. Order is kept, so the causal diagonal stays
-the diagonal. Where q_block and k_block differ, whole units of their least common multiple are kept.
+listed keys of certain token ranges, own or received. Its layout is over a *short sequence*: the blocks of these rows
+and keys, in their order, so that the causal diagonal stays the diagonal. Where q_block and k_block differ, whole units
+of their least common multiple are kept.
 
 Row i of a crossing segment is the i-th token of its subsequence. An interval is a range of rows, [start, stop). For
 crossing segments and row keys see `partition`.
@@ -28,11 +28,12 @@ from dilated_attention.parallel.partition import (
     Remote,
     Sharding,
     Share,
+    as_rows,
     cells,
     clip,
     crossings,
 )
-from dilated_attention.plan import plan_dilated
+from dilated_attention.plan import Plan, Rows, StridedGroup
 
 Interval = tuple[int, int]
 
@@ -127,23 +128,17 @@ def contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
 
 @dataclass(frozen=True, eq=False)
 class BlockQueries:
-    """Hold the queries of a block-sparse problem, and which of its keys they see.
-
-    The queries are a run of the shard's tokens in the crossing segment.
+    """Hold which keys of a block-sparse problem its queries see.
 
     Attributes:
         layout: over the short sequence, the lists of the rank's own query blocks; other query blocks list nothing.
         heads: KV heads, in the order of the problem's heads.
-        tokens: the queries, as indices into the shard.
-        positions: their rows in the short sequence; the other rows have no query.
         hidden: bool `(rows,)`, True for keys that lie in a listed block but outside the token ranges that this problem
             attends; None if there are none.
     """
 
     layout: BlockLayout
     heads: tuple[int, ...]
-    tokens: slice
-    positions: slice
     hidden: Tensor | None
 
     @property
@@ -156,8 +151,9 @@ class BlockProblem(Remote):
     """Hold what `problem` returns: a rank's queries in a crossing segment, and where the keys that they see lie.
 
     The key tensor (see `Remote`) has a row for each token of the short sequence: the blocks of the crossing segment
-    that hold these queries or keys that they list. The plan is one segment with all of its rows. A row that no list of
-    a head names has no key for this head; `queries.layout` and `queries.hidden` keep it from being seen.
+    that hold these queries or keys that they list. The plan has one group, of queries that are a run of the shard's
+    tokens and keys that are all of these rows. A row that no list of a head names has no key for this head;
+    `queries.layout` and `queries.hidden` keep it from being seen.
     """
 
     queries: BlockQueries
@@ -219,7 +215,7 @@ def problem(
     shrunk = _Shrunk(layout, query_blocks, key_blocks)
     start = max(own[0], int(query_blocks[0]) * layout.q_block)
     stop = min(own[1], int(query_blocks[-1] + 1) * layout.q_block)
-    mine, at = crossing.own[start - own[0] : stop - own[0]], int(shrunk.place(np.array([start]))[0])
+    mine, ahead = crossing.own[start - own[0] : stop - own[0]], int(shrunk.place(np.array([start]))[0])
 
     hidden, listed = np.zeros(shrunk.size, dtype=bool), _rows_in(key_blocks, layout.k_block)
     until = own[1] if layout.is_causal else layout.seq_len  # the diagonal masks later rows
@@ -229,13 +225,13 @@ def problem(
         rows = (listed_tokens - crossing.keys.start) // crossing.keys.step
         keys.append(cells(listed_tokens, heads, sharding.num_heads))
         slots.append(cells(shrunk.place(rows), np.searchsorted(crossing.heads, heads), count))
-    shard = sharding.shard(rank)[0]
+    shard, shard_stop = sharding.shard(rank)
     queries = BlockQueries(
         shrunk.layout(len(listing), lists, blocks).to(device),
         crossing.heads,
-        slice(mine.start - shard, mine.stop - shard, mine.step),
-        slice(at, at + len(mine)),
         torch.from_numpy(hidden).to(device) if hidden.any() else None,
     )
-    plan = plan_dilated((shrunk.size,), (1,), ((0,) * count,), shrunk.size)  # one segment with all rows
+    every_row = Rows(0, shrunk.size, 1, 1, shrunk.size)
+    groups = (StridedGroup(as_rows(mine, shard), every_row, 0, count, 1, ahead=ahead),)
+    plan = Plan(shard_stop - shard, count, groups, covered=False, square=False)
     return BlockProblem(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)

@@ -21,10 +21,9 @@ from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.call import Call, Shards
 from dilated_attention.layout import BlockLayout
-from dilated_attention.merge import merge_into, running
+from dilated_attention.merge import running
 from dilated_attention.mesh import context_group
 from dilated_attention.parallel import parts, traffic, transports
-from dilated_attention.parallel.block_partition import BlockQueries
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
@@ -223,17 +222,12 @@ class _Compute:
 
     def forward(self, part: parts.Part, state: State | None) -> State:
         """Compute a part and return the running (out, lse) `state` with it merged in. None: it is the first part."""
-        run, problem = self.call.backend.forward, self._problem(part)
-        if part.queries is None:
+        run, problem, heads = self.call.backend.forward, self._problem(part), self._heads(part)
+        if heads is None or state is None:
             return run(problem, self.q, part.keys, part.values, state)
-        assert state is not None
-        index = self._index(part.queries)
-        found = run(problem, _rows(self.q, index, part.queries), part.keys, part.values)
-        merged = [x[index] for x in state]  # views; copies if the part has some heads only
-        merge_into(*merged, *(x[:, part.queries.positions] for x in found))
-        for x, value in zip(state, merged, strict=True):
-            x[index] = value
-        return state
+        q, out, lse = (x.index_select(2, heads) for x in (self.q, *state))
+        run(problem, q, part.keys, part.values, (out, lse))
+        return state[0].index_copy_(2, heads, out), state[1].index_copy_(2, heads, lse)
 
     def backward(
         self, part: parts.Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor
@@ -244,36 +238,22 @@ class _Compute:
         """
         run, problem, keys = self.call.backend.backward, self._problem(part), (part.keys, part.values)
         dk, dv = (torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in keys)
-        if part.queries is None:
+        heads = self._heads(part)
+        if heads is None:
             run(problem, dout, dlse, self.q, *keys, out, lse, (dq, dk, dv))
             return dk, dv
-        index = self._index(part.queries)
-        dout, q, out = (_rows(x, index, part.queries) for x in (dout, self.q, out))
-        lse = _rows(lse, index, part.queries, -torch.inf)
-        dlse = None if dlse is None else _rows(dlse, index, part.queries)
-        part_dq = torch.zeros(q.shape, dtype=dq.dtype, device=dq.device)
+        dout, q, out, lse, part_dq = (x.index_select(2, heads) for x in (dout, self.q, out, lse, dq))
+        dlse = None if dlse is None else dlse.index_select(2, heads)
         run(problem, dout, dlse, q, *keys, out, lse, (part_dq, dk, dv))
-        dq[index] += part_dq[:, part.queries.positions]
+        dq.index_copy_(2, heads, part_dq)
         return dk, dv
 
-    def _index(self, queries: BlockQueries) -> tuple[Any, ...]:
-        """Return the index (batch, tokens, query heads) of these queries in the shard's q, out, lse and gradients."""
-        heads = [head * self.ratio + i for head in queries.heads for i in range(self.ratio)]
-        every = heads == list(range(self.q.shape[2]))  # indexing is then a view
-        return slice(None), queries.tokens, slice(None) if every else torch.tensor(heads, device=self.q.device)
-
-
-def _rows(x: Tensor, index: tuple[Any, ...], queries: BlockQueries, fill: float = 0.0) -> Tensor:
-    """Return the rows of x that `index` (`_Compute._index`) names, as a tensor over the sequence of `queries.layout`.
-
-    Its other rows are `fill`. Without other rows the result may be a view.
-    """
-    found, size = x[index], queries.layout.seq_len
-    if found.shape[1] == size:
-        return found
-    rows = x.new_full((len(x), size, *found.shape[2:]), fill)
-    rows[:, queries.positions] = found
-    return rows
+    def _heads(self, part: parts.Part) -> Tensor | None:
+        """Return the query heads that read a part's keys; None: all."""
+        if part.queries is None or len(part.queries.heads) * self.ratio == self.q.shape[2]:
+            return None
+        first = torch.tensor(part.queries.heads, device=self.q.device) * self.ratio
+        return (first[:, None] + torch.arange(self.ratio, device=self.q.device)).flatten()
 
 
 def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -264,7 +264,7 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
     for crossing, parts in wanted:
         runs: dict[tuple[Rows, Band], list[Integers]] = {}  # join parts that the same queries see whole
         for part in parts:
-            if found := visible(_rows(crossing.own, lower), _rows(part, lower), crossing.band):
+            if found := visible(as_rows(crossing.own, lower), as_rows(part, lower), crossing.band):
                 queries, seen, band = found
                 runs.setdefault((queries, band), []).append(_numbers(_tokens(seen, lower)))
         for (queries, (low, high)), found_tokens in runs.items():
@@ -295,7 +295,8 @@ def _numbers(tokens: range | Integers) -> Integers:
     return np.arange(tokens.start, tokens.stop, tokens.step) if isinstance(tokens, range) else tokens
 
 
-def _rows(tokens: range, origin: int) -> Rows:
+def as_rows(tokens: range, origin: int) -> Rows:
+    """Return these tokens, counted from `origin`, as one segment."""
     return Rows(tokens.start - origin, len(tokens) * tokens.step, 1, tokens.step, len(tokens))
 
 

@@ -2,12 +2,13 @@
 //
 // The work is a table of int32 lines, one per tile, made by backends/tiles.py and described in kernels/strided.py:
 //
-//     head  start  stride  rows  first  phantoms  list  0      the tile: tokens start + i * stride, 0 <= i < rows
+//     head  start  stride  rows  first  phantoms  list  ahead  the tile: tokens start + i * stride, 0 <= i < rows
 //     start  stride  count  near  far                          span 1:   tokens start + j * stride, 0 <= j < count
 //     ...                                                      further spans
 //
 // Row i of a tile of queries sees key j of a span iff i + far <= j <= i + near; row i of a tile of keys is seen by query j
-// iff i + near <= j <= i + far. 2^30 and -2^30 hide nothing. With lists of blocks (indptr), they thin out the one span.
+// iff i + near <= j <= i + far. 2^30 and -2^30 hide nothing. With lists of blocks (indptr), they thin out the one span;
+// its position j is position ahead + j of the lists.
 //
 // Legend, as in kernels/online.py and kernels/strided.py.
 //   q, k, v, dout    queries, keys, values, gradient of out

@@ -15,7 +15,7 @@ struct Span {
 };
 
 struct Tile {
-  int32_t head, start, stride, rows, first, phantoms, list, unused;
+  int32_t head, start, stride, rows, first, phantoms, list, ahead;
 
   const Span *spans() const { return reinterpret_cast<const Span *>(this + 1); }
 };
@@ -83,8 +83,9 @@ class Stream {
   // The same of lists of single positions.
   bool next_positions(Chunk &chunk, int64_t below) {
     const Span all = tile.spans()[0];
-    for (; chunk.count < CHUNK && next_to_come < end_of_runs && indices[next_to_come] < below; next_to_come++) {
-      const int64_t j = indices[next_to_come], token = all.start + j * all.stride;
+    for (; chunk.count < CHUNK && next_to_come < end_of_runs; next_to_come++) {
+      const int64_t j = indices[next_to_come] - tile.ahead, token = all.start + j * all.stride;
+      if (j >= below) break;
       chunk.edged |= j > high(all) || j < low(all) + tile.rows - 1;
       add(chunk, token, all, j);
     }
@@ -96,11 +97,11 @@ class Stream {
     const int64_t which = next_to_come++;
     if (!listed) before += (run.count + CHUNK - 1) / CHUNK;
     run = tile.spans()[listed ? 0 : which];
-    at = listed ? indices[which] * size : 0;
-    end = listed && at + size < run.count ? at + size : run.count;
+    const int64_t first = listed ? indices[which] * size - tile.ahead : 0;
+    end = listed ? least(first + size, run.count) : run.count;
     // What the band hides from the whole tile is not visited.
     end = least(end, high(run) + tile.rows);
-    at = most(at, low(run) / CHUNK * CHUNK);
+    at = most(most(first, 0), low(run) / CHUNK * CHUNK);
     return true;
   }
 };
