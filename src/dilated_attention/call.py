@@ -36,7 +36,7 @@ from dilated_attention.patterns import (
     function_of,
     layout_inside,
 )
-from dilated_attention.plan import EVERY, Branches, Plan, plan_of, row_counts
+from dilated_attention.plan import EVERY, Branches, Plan, plan_of, plan_of_rows, row_counts
 from dilated_attention.torch_internals import in_autocast, in_export, in_torch_func, is_mapped, is_symbol, observed
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Call:
         layout, own_key = pattern, (key, pattern.key)
 
         def with_layout() -> Call:
-            call = plan_cache.get(key, make)._with_layouts(layout, q, k, q.shape[1], False)
+            call = plan_cache.get(key, make)._with_layouts(layout, q, k, k.shape[1], False)
             return call._remembered(own_key)
 
         return plan_cache.get(own_key, with_layout)
@@ -210,14 +210,11 @@ class Call:
         checks.sinks(q, options["sinks"])
         head_offset = options["head_offset"]
         head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)
-        branches = branched_factor(pattern, seq_len).branches(k.shape[2], head_offset)
         starts = starts_of(options)
         if placed(options):
             check_placed(pattern, options)
-            if isinstance(pattern, BlockLayout) or lengths is not None:  # `attention` has already split these
-                raise UnsupportedError(
-                    "explain takes no q_start or k_start with a block layout or lengths; explain the whole sequence"
-                )
+            seq_len = k.shape[1]  # q may be some rows of a layout
+        branches = branched_factor(pattern, seq_len).branches(k.shape[2], head_offset)
         scale, softcap = options["scale"], options["softcap"]
         call = cls(
             branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, over_ranks)),
@@ -251,7 +248,10 @@ class Call:
     def plan(self, queries: int, keys: int | None = None) -> Plan:
         """Return the plan of one sample on one device; `queries`, `keys`: their numbers, equal by default."""
         q_start, k_start = self.starts
-        columns = k_start, k_start + (queries if keys is None else keys)
+        keys = queries if keys is None else keys
+        if self.layouts and keys != queries:
+            return plan_of_rows(q_start, queries, keys, len(self.branches.offsets[0]))
+        columns = k_start, k_start + keys
         return plan_of(self.branches, (q_start, q_start + queries), columns, self.is_causal)
 
     def samples(self, seq_len: int) -> list[tuple[slice, slice]]:

@@ -68,7 +68,7 @@ def first_token_attention(
     """Compute the first row of non-causal dilated attention: the output for a cls token at the start.
 
     Equals `attention(whole_q, k, v, pattern)[:, :1]`: softmax(scale q·k + log c) v, where c counts the branches in
-    which token 0 sees a key. Plain differentiable operations, O(seq).
+    which token 0 sees a key. Differentiable. It reads these keys alone.
 
     Args:
         q: `(batch, 1, heads, head_dim)`, the query of token 0.
@@ -96,26 +96,12 @@ def first_token_attention(
     q, k, v = _checked(q, k, v, scale, sinks)
     if q.shape[1] != 1:
         raise ValueError(f"q must have one token, the first; got {q.shape[1]}: give q[:, :1]")
-    seq_len, kv_heads = k.shape[1:3]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    count = torch.zeros(kv_heads, seq_len, dtype=dtype, device=k.device)
-    position = torch.arange(seq_len, device=k.device)
-    table = (pattern if compat is None else replace(pattern, compat=compat)).offset_table(kv_heads)
-    for segment, rate, offsets in zip(pattern.segment_lengths, pattern.dilation_rates, table, strict=True):
-        seen = (position < segment) & (position % rate == 0)
-        count[[head for head, offset in enumerate(offsets) if offset == 0]] += seen
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    query = (q[:, 0].to(dtype) * scale).unflatten(1, (kv_heads, -1))
-    unseen = count == 0
-    bias = count.log().masked_fill_(unseen.all(1, keepdim=True), 0.0)  # no softmax of -inf alone
-    k, v = (x.masked_fill(unseen.T[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
+    table = (pattern if compat is None else replace(pattern, compat=compat)).offset_table(k.shape[2])
+    pattern = Dilated(pattern.segment_lengths, pattern.dilation_rates, table)
     with without_autocast(q):
-        scores = torch.einsum("bhgd,bnhd->bhgn", query, k.to(dtype)) + bias[:, None]
-        weight = scores.softmax(-1).masked_fill(unseen[:, None], 0.0)
-        out = torch.einsum("bhgn,bnhd->bhgd", weight, v.to(dtype)).flatten(1, 2)[:, None]
-        if sinks is not None:
-            out = with_sinks(out, scores.logsumexp(-1).flatten(1, 2)[:, None], sinks)
-    return out.to(q.dtype)
+        out = attention(q, k, v, pattern, scale=scale, sinks=sinks, q_start=0)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None) -> tuple[Tensor, ...]:

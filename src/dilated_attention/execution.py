@@ -6,10 +6,12 @@ A call with `lengths` or `cu_seqlens` is *ragged*.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.problem import Problem
@@ -28,6 +30,11 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     """Run a call on a backend that has an `attend`; return out and lse, `(batch, seq, heads)`, differentiable."""
     run = call.backend.attend
     assert run is not None
+    if call.layouts and q.shape[1] != k.shape[1]:
+        first, stop = call.starts[0], call.starts[0] + q.shape[1]
+        q = pad(q, (0, 0, 0, 0, first, k.shape[1] - stop))
+        out, lse = attend(replace(call, starts=(0, 0)), q, k, v)
+        return out[:, first:stop], lse[:, first:stop]
     call.samples(q.shape[1])  # checks the lengths
     branches, visible, dropout = call.branches, None, call.dropout(q, k)
     if call.layouts:
@@ -161,7 +168,7 @@ def layouts_of(
         layout.check_batch(call.sample_count(q))
     by_length = {layout.seq_len: layout for layout in call.layouts}
     found = {}
-    for length in {group.queries.count for group in plan.groups}:
+    for length in {group.keys.count for group in plan.groups}:
         layout = call.layouts[0] if sample is not None and len(call.layouts) == 1 else by_length[length]
         own = None if layout.batch_size == 1 else sample
         found[length] = _layout(layout, own, q.shape[2], length, call.is_causal, device or q.device)

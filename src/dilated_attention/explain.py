@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dilated_attention.backends.blocks import Calls, calls_of
 from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.execution import layouts_of
 from dilated_attention.layout import BlockLayout
 from dilated_attention.parallel import over_mesh
@@ -122,6 +123,11 @@ def explain(
             raise ValueError(f"compat={compat!r} is of dilated patterns; leave it out with {type(pattern).__name__}")
         pattern = replace(pattern, compat=compat)
     q, k, v = as_autocast(q, k, v)
+    given = {name for name, value in options.items() if value is not None}
+    if given & {"q_start", "k_start"} and (isinstance(pattern, BlockLayout) or "lengths" in given):
+        raise UnsupportedError(
+            "explain takes no q_start or k_start with a block layout or lengths; explain the whole sequence"
+        )
     call = Call.of(q, k, v, pattern, **options)
     q, k, v = as_one_width(q, k, v)
     chosen, exchange = None, None

@@ -240,8 +240,8 @@ def _layout_at_positions(
 ) -> tuple[Tensor, Tensor]:
     """Attend over a layout with given positions of q and k; return out and lse, `(batch, heads, seq)`.
 
-    q, k and v are padded to all positions from 0 to the last one. Query blocks without queries list nothing, and padded
-    keys are hidden. Causal calls leave out keys after the last query, which a cache may not hold yet.
+    k and v are padded to all positions from 0 to the last one; padded keys are hidden. Blocks without a query list
+    nothing. Causal calls leave out keys after the last query, which a cache may not hold yet.
     """
     mask, (q_start, k_start) = options["key_padding_mask"], starts_of(options)
     if options["is_causal"] or layout.is_causal:
@@ -256,13 +256,11 @@ def _layout_at_positions(
     if keys != range(stop):
         mask = k.new_zeros(k.shape[:2], dtype=torch.bool) if mask is None else mask
         mask = pad(mask, (keys.start, stop - keys.stop), value=True)
-    options = {**options, "q_start": None, "k_start": None, "key_padding_mask": mask}
-    q, k, v = (
-        x if at == range(stop) else pad(x, (0, 0, 0, 0, at.start, stop - at.stop))
-        for x, at in ((q, queries), (k, keys), (v, keys))
-    )
-    out, lse = attention(q, k, v, layout.prefix(stop, q_start, queries.stop), return_lse=True, **options)
-    return out[:, q_start : queries.stop], lse[:, :, q_start : queries.stop]
+        k, v = (pad(x, (0, 0, 0, 0, keys.start, stop - keys.stop)) for x in (k, v))
+    options = {**options, "q_start": q_start, "k_start": None, "key_padding_mask": mask}
+    call = Call.remembered(q, k, v, layout.prefix(stop, q_start, queries.stop), options)
+    out, lse = _attend(call, q, k, v, options)
+    return out, lse.transpose(1, 2)
 
 
 class CallOptions(Options, total=False):

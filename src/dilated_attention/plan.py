@@ -412,6 +412,17 @@ def plan_of(
     )
 
 
+def plan_of_rows(first: int, queries: int, keys: int, num_heads: int) -> Plan:
+    """Return the plan of queries in rows first, first + 1, ... of a block layout over all keys, from the cache."""
+
+    def make() -> Plan:
+        rows, columns = (Rows(0, count, 1, 1, count) for count in (queries, keys))
+        group = StridedGroup(rows, columns, 0, num_heads, 1, first=True, ahead=first)
+        return Plan(queries, num_heads, (group,), covered=True, square=False)
+
+    return plan_cache.get(("rows of a layout", first, queries, keys, num_heads), make)
+
+
 def plan_dilated(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],

@@ -8,7 +8,7 @@ output. If the first group covers the whole sequence, the result of its call *is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import ModuleType
 
@@ -330,6 +330,8 @@ class _Whole:
     def _scores(self, group: StridedGroup, tile: _Tile) -> Scores:
         problem, bias = self.problem, tile.bias(self.bias, group.keys)
         pairs = tile.pairs(problem.dropout, group, self.k)
+        if pairs is not None and problem.layouts is not None:
+            pairs = replace(pairs, queries=_every_row(pairs.queries, group))
         causal = group.low is None and group.high == 0
         if group.banded and not causal:
             band = bias_of(_hidden(group, self.q.device), self.q.dtype)

@@ -13,16 +13,16 @@ crossing segments and row keys see `partition`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import row_offsets
 from dilated_attention.parallel.partition import (
+    BlockQueries,
     Crossing,
     Integers,
     Remote,
@@ -126,39 +126,6 @@ def contributed(sharding: Sharding, rank: int) -> Iterator[Share]:
         yield from shares
 
 
-@dataclass(frozen=True, eq=False)
-class BlockQueries:
-    """Hold which keys of a block-sparse problem its queries see.
-
-    Attributes:
-        layout: over the short sequence, the lists of the rank's own query blocks; other query blocks list nothing.
-        heads: KV heads, in the order of the problem's heads.
-        hidden: bool `(rows,)`, True for keys that lie in a listed block but outside the token ranges that this problem
-            attends; None if there are none.
-    """
-
-    layout: BlockLayout
-    heads: tuple[int, ...]
-    hidden: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.layout.nbytes
-
-
-@dataclass(frozen=True)
-class BlockProblem(Remote):
-    """Hold what `problem` returns: a rank's queries in a crossing segment, and where the keys that they see lie.
-
-    The key tensor (see `Remote`) has a row for each token of the short sequence: the blocks of the crossing segment
-    that hold these queries or keys that they list. The plan has one group, of queries that are a run of the shard's
-    tokens and keys that are all of these rows. A row that no list of a head names has no key for this head;
-    `queries.layout` and `queries.hidden` keep it from being seen.
-    """
-
-    queries: BlockQueries
-
-
 class _Shrunk:
     """Shorten a crossing segment to the blocks in `query_blocks` or `key_blocks`, in order; `size` is its new length.
 
@@ -192,11 +159,14 @@ class _Shrunk:
 
 def problem(
     sharding: Sharding, rank: int, crossing: Crossing, tokens: Sequence[Interval], device: torch.device
-) -> BlockProblem | None:
+) -> Remote | None:
     """Return the block-sparse problem of a rank's queries in `crossing` over their listed keys in the ranges `tokens`.
 
     `tokens`: ranges [start, stop) of the whole sequence. None if the lists of these queries name no key in them. The
     problem has no query blocks before the first one that lists such a key, nor after the last.
+
+    The key tensor (see `Remote`) has a row for each token of the short sequence. A row that no list of a head names
+    has no key for this head; `queries.layout` and `queries.hidden` keep it from being seen.
     """
     layout, own = sharding.layout(len(crossing.keys)), _rows_of(crossing, crossing.own)
     wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]
@@ -234,4 +204,4 @@ def problem(
     every_row = Rows(0, shrunk.size, 1, 1, shrunk.size)
     groups = (StridedGroup(as_rows(mine, shard), every_row, 0, count, 1, ahead=ahead),)
     plan = Plan(shard_stop - shard, count, groups, covered=False, square=False)
-    return BlockProblem(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)
+    return Remote(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)

@@ -252,8 +252,8 @@ class _Compute:
         """Return the query heads that read a part's keys; None: all."""
         if part.queries is None or len(part.queries.heads) * self.ratio == self.q.shape[2]:
             return None
-        first = torch.tensor(part.queries.heads, device=self.q.device) * self.ratio
-        return (first[:, None] + torch.arange(self.ratio, device=self.q.device)).flatten()
+        every = torch.arange(self.q.shape[2], device=self.q.device).unflatten(0, (-1, self.ratio))
+        return every[list(part.queries.heads)].flatten()
 
 
 def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

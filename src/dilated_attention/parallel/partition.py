@@ -32,6 +32,7 @@ from itertools import pairwise, product
 from math import gcd
 
 import numpy as np
+from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import (
@@ -228,6 +229,26 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=square)
 
 
+@dataclass(frozen=True, eq=False)
+class BlockQueries:
+    """Hold which keys of a block-sparse problem its queries see (see `block_partition`).
+
+    Attributes:
+        layout: over the short sequence, the lists of the rank's own query blocks; other query blocks list nothing.
+        heads: KV heads, in the order of the problem's heads.
+        hidden: bool `(rows,)`, True for keys that lie in a listed block but outside the token ranges that this problem
+            attends; None if there are none.
+    """
+
+    layout: BlockLayout
+    heads: tuple[int, ...]
+    hidden: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+
 @dataclass(frozen=True)
 class Remote:
     """Hold a plan over received rows, and where each of these rows lies in the key tensor that the plan reads.
@@ -239,12 +260,14 @@ class Remote:
         keys: the row keys of the received rows.
         slots: where each of them lies in the key tensor, (row of the tensor) * kv_heads + head. The plan reads no other
             slots.
+        queries: with a block layout, what the queries of the plan's one group see; else None.
     """
 
     plan: Plan
     rows: int
     keys: Integers
     slots: Integers
+    queries: BlockQueries | None = None
 
 
 def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Sequence[range]]]) -> Remote:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.parallel import block_partition, partition
-from dilated_attention.parallel.block_partition import BlockProblem, BlockQueries, Interval
-from dilated_attention.parallel.partition import Crossing, Integers, Remote, Sharding
+from dilated_attention.parallel.block_partition import Interval
+from dilated_attention.parallel.partition import BlockQueries, Crossing, Integers, Remote, Sharding
 from dilated_attention.plan import Plan
 
 
@@ -27,7 +27,7 @@ class Part:
     """Hold one computation: the plan over keys and values `(batch, rows, heads, head_dim)`.
 
     Attributes:
-        queries: the queries and their layout, if the queries are not simply all rows of the shard; else None.
+        queries: what the queries see of a crossing segment with a block layout; else None.
         tokens: `(rows, heads)`, the global token of each key, for the key mask and dropout; None: the shard's tokens,
             or `queries` is given: block layouts over a mesh have neither mask nor dropout.
     """
@@ -105,15 +105,14 @@ class Gather(Counted):
         heads = remote.plan.num_heads
         index, tokens = np.zeros((2, remote.rows * heads), dtype=np.int64)
         index[remote.slots], tokens[remote.slots] = rows, remote.keys // heads
-        queries = remote.queries if isinstance(remote, BlockProblem) else None
         filled, empty = remote.slots, np.delete(np.arange(len(index)), remote.slots)
         return cls(
             remote.plan,
             on_device(index, device),
             on_device(filled, device) if len(empty) else None,
             on_device(empty, device) if len(empty) else None,
-            on_device(tokens, device).view(-1, heads) if queries is None else None,
-            queries,
+            on_device(tokens, device).view(-1, heads) if remote.queries is None else None,
+            remote.queries,
         )
 
     def part(self, keys: Tensor, values: Tensor) -> Part:
