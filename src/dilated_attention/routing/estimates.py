@@ -35,8 +35,6 @@ class Sample(NamedTuple):
             where the last block has fewer.
         peaks: the number of keys per block.
         scale: the factor of the scores.
-        first_key: `(batch, 1, kv_heads, head_dim)`, used in place of key[:, :1], for a strided `key` that skips the
-            sequence's first token. It is a view of the same tensor as `key`. None: use key[:, :1].
         logarithm: `(columns, peaks)`, the logarithm of how many tokens each key represents; None: one token each.
         joined: how many tokens are concatenated into one query (in reverse order), and into one key. Missing tokens
             count as zeros.
@@ -47,7 +45,6 @@ class Sample(NamedTuple):
     key: Tensor
     peaks: int
     scale: float
-    first_key: Tensor | None = None
     logarithm: Tensor | None = None
     joined: int = 1
 
@@ -84,16 +81,14 @@ def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tenso
     rows, parts = x.weight.shape
     batch, _, heads, _ = x.query.shape
     fast = is_compiled(x.query, x.key)
-    if x.first_key is not None and not fast:
-        x = x._replace(key=torch.cat([x.first_key, x.key[:, 1:]], 1), first_key=None)
     scores = batch * heads * columns
     held = max(1, ranking.CHUNK // (scores * parts * x.peaks))
     for at in ranking.slices(0, rows, 4 * scores):
         if fast:
             query = x.query[:, at.start * parts * x.joined :]
             yield at, compiled.shares(
-                query, x.key, x.weight[at], seen[at], columns, x.peaks,
-                first_key=x.first_key, logarithm=x.logarithm, joined=x.joined, scale=x.scale,
+                query, x.key, x.weight[at], seen[at], columns, x.peaks, logarithm=x.logarithm, joined=x.joined,
+                scale=x.scale,
             )  # fmt: skip
         else:
             found = [_shares(x, inner, seen[inner], columns, most) for inner, most in pieces(seen[at], held, at.start)]

@@ -106,14 +106,18 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)
     tokens, seen, weight, logarithm = grid.once(("tokens", tuple(sampled)), lambda grid: _tokens(grid, sampled, stride))
-    query = q.index_select(1, tokens.flatten()).unflatten(1, tokens.shape)
+    query, peaks = q.index_select(1, tokens.flatten()), grid.k_block // stride
+    if is_compiled(q, k):
+        return compiled.shares(
+            query, k[:, ::stride], weight, seen, grid.columns, peaks, logarithm=logarithm, scale=grid.scale,
+            tile=FORECAST_GROUP, stagger=stride,
+        )  # fmt: skip
     found = [torch.zeros(batch, heads, 0, grid.columns, dtype=grid.dtype, device=q.device)]
     for group, start in enumerate(range(0, len(tokens), FORECAST_GROUP)):
         at = slice(start, start + FORECAST_GROUP)
-        sample = Sample(
-            query[:, at].flatten(1, 2), weight[at], k[:, group % stride :: stride], grid.k_block // stride, grid.scale,
-            first_key=k[:, :1], logarithm=logarithm,
-        )  # fmt: skip
+        key = torch.cat([k[:, :1], k[:, group % stride :: stride][:, 1:]], 1)
+        some = query.unflatten(1, tokens.shape)[:, at].flatten(1, 2)
+        sample = Sample(some, weight[at], key, peaks, grid.scale, logarithm)
         found += [share for _, share in shares(sample, seen[at], grid.columns)]
     return torch.cat(found, 2)
 

@@ -5,7 +5,7 @@
 //     peaks      out[b, j, p, n] = the key of block j with the p-th largest score along q[b, j, n], p < peaks, and last the
 //                mean of the others, 0 where there are none; values, places (B, columns, H * G, peaks): scores and tokens
 //     shares     out[b, n, i, j] = sum over parts of weight * the softmax of scale * q . k + logarithm over the first
-//                `seen` keys, summed over the `peaks` keys of column j; key 0 lies `first` elements before k
+//                `seen` keys, summed over the `peaks` keys of column j
 //     buckets    out[b, h, i, hash, bucket] = the sum of the weights (B, rows, H, parts) of the parts of block i of k which,
 //                less q[b, i, h], lie above plane p of the hash where the bucket has bit p, and there alone; `columns`
 //                hashes of `size` planes
@@ -23,7 +23,8 @@
 // Rows of forecast and largest have starts, stops, seen (rows), counts and offsets (B, M, rows). A row of shares is
 // `joined` tokens of k one after the other, and as many tokens of q from the last to the first; tokens past the end are
 // zeros. With `listed`, each `tile` rows of each head look at listed columns only, which are whole: they see those whose
-// keys they all see. Legend: call.h.
+// keys they all see. With `stagger`, the keys of tile t, except the first, lie (t modulo stagger) / stagger of the
+// distance between two keys further on. Legend: call.h.
 #pragma once
 #include <cstdint>
 
@@ -33,15 +34,15 @@ struct Estimate {
   const void *q, *k;  // (B, N, H * G, D), (B, M, H, D), rows dense; of peaks q is float32 (B, columns, H * G, D)
   float *out, *values;
   int64_t *places;
-  const int64_t *starts, *stops;   // (rows)
-  const float *weight;             // (rows, parts)
-  const int64_t *seen;             // (rows, parts): not negative
-  const float *logarithm;          // of every key, or null
-  const float *planes;             // (D, columns * size)
-  const int64_t *listed;           // (B, H * G, tiles, columns), ascending, or null
+  const int64_t *starts, *stops;  // (rows)
+  const float *weight;            // (rows, parts)
+  const int64_t *seen;            // (rows, parts): not negative
+  const float *logarithm;         // of every key, or null
+  const float *planes;            // (D, columns * size)
+  const int64_t *listed;          // (B, H * G, tiles, columns), ascending, or null
   const int64_t *counts, *offsets, *sampled;
   int64_t B, N, M, H, G, D, qsb, qsn, qsh, ksb, ksn, ksh;
-  int64_t rows, parts, columns, peaks, size, joined, tile, first, threads;  // size: tokens of a block
+  int64_t rows, parts, columns, peaks, size, joined, tile, stagger, first, threads;  // size: tokens of a block
   double scale;    // of the scores; in a forecast, how fast its weights follow
   double nothing;  // added to what all columns hold
 };

@@ -250,7 +250,7 @@ class Shares {
         rounded_keys(rounded_keys),
         words(int((call.D * call.joined + Arithmetic::PER_WORD - 1) / Arithmetic::PER_WORD)),
         stride(int(round_up(words, WIDTH))),
-        rows(call.listed ? call.tile : most(1, least(call.rows, round_up(most_queries(), LANES) / call.parts))),
+        rows(call.tile ? call.tile : most(1, least(call.rows, round_up(most_queries(), LANES) / call.parts))),
         groups((rows * call.parts + LANES - 1) / LANES),
         wide(round_up((rows * call.parts + groups - 1) / groups, WIDTH)),
         chunk(int(most(Arithmetic::ROWS, least(CHUNK, 16384 / stride / Arithmetic::ROWS * Arithmetic::ROWS)))),
@@ -282,9 +282,10 @@ class Shares {
     }
     hold(b, n, first * call.parts, number, room, own, units);
     const int32_t end = *std::max_element(seen, seen + groups * wide);
+    const int64_t ahead = call.stagger ? tile % call.stagger * (call.ksn / call.stagger) : 0;
     for (int32_t j = 0; j < end; j += chunk) {
       const int here = int(least(chunk, end - j));
-      const Word *keys = keys_at(b, n / call.G, list, j, here, room);
+      const Word *keys = keys_at(b, n / call.G, ahead, list, j, here, room);
       for (int64_t g = 0; g < groups; g++) {
         const int32_t *its = seen + g * wide;
         const int seen_here = int(least(here, *std::max_element(its, its + wide) - j));
@@ -329,12 +330,12 @@ class Shares {
     }
   };
 
-  // Keys j to j + here - 1, `stride` words each, and others up to a multiple of ROWS.
-  const Word *keys_at(int64_t b, int64_t h, const List &list, int32_t j, int here, Word *room) const {
+  // Keys j to j + here - 1, `stride` words each, and others up to a multiple of ROWS. All but the first of the sequence
+  // lie `ahead` elements further on.
+  const Word *keys_at(int64_t b, int64_t h, int64_t ahead, const List &list, int32_t j, int here, Word *room) const {
     if (ROUNDED) return rounded_keys->row(b * call.H + h, j);
     const int64_t head = b * call.ksb + h * call.ksh;
-    const auto K = rows_at<Element>(call.k, head, call.ksn),
-               K_first = rows_at<Element>(call.k, head - call.first, call.ksn);
+    const auto K = rows_at<Element>(call.k, head + ahead, call.ksn), K_first = rows_at<Element>(call.k, head, call.ksn);
     for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
       join<false>(call, j + r ? K : K_first, r < here ? list.key(j + r) : NONE / call.joined, call.M, 8,
                   room + r * stride);

@@ -21,7 +21,7 @@ _POINTERS = (
 )  # fmt: skip
 _NUMBERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh",
-    "rows", "parts", "columns", "peaks", "size", "joined", "tile", "first", "threads",
+    "rows", "parts", "columns", "peaks", "size", "joined", "tile", "stagger", "first", "threads",
 )  # fmt: skip
 
 
@@ -105,12 +105,12 @@ def shares(
     columns: int,
     peaks: int,
     *,
-    first_key: Tensor | None = None,
     logarithm: Tensor | None = None,
     joined: int = 1,
     scale: float = 1.0,
     listed: Tensor | None = None,
     tile: int = 0,
+    stagger: int = 0,
 ) -> Tensor:
     """Return the share of each row's softmax that falls on each column's keys.
 
@@ -122,23 +122,22 @@ def shares(
             head_dim)`; tokens that are missing at the end count as zeros.
         weight: float32 `(rows, parts)`, the weight of each query in its row's share.
         seen: int64 `(rows, parts)`: each query sees this many keys (each of `joined` tokens), counted from the first.
-        first_key: `(batch, 1, kv_heads, head_dim)`, used in place of k[:, :1]. Both must be views of one tensor. Not
-            with `joined` or `listed`.
         logarithm: float32 `(columns, peaks)`, added to the scores of each key.
         joined: how many tokens are concatenated into one query (in reverse order), and into one key.
         scale: factor of q kᵀ.
         listed: int64 `(batch, heads, tiles, columns)`: for each tile, which is `tile` neighbouring rows, the only
             columns of k that it sees, ascending; a query sees those that lie wholly within its `seen`. `columns` then
             counts listed columns, here and in the result, and k may have more.
+        tile, stagger: with both, k is every `stagger`-th token of a tensor, and tile number t, which is `tile`
+            neighbouring rows, sees the tokens that lie t modulo `stagger` further on, but the same first one.
     """
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
     numbers = {"rows": rows, "parts": parts, "columns": columns, "peaks": peaks, "joined": joined}
-    numbers["first"] = 0 if first_key is None else (k.data_ptr() - first_key.data_ptr()) // k.element_size()
     weight, seen = weight.contiguous(), seen.contiguous()
     logarithm, listed = (None if x is None else x.contiguous() for x in (logarithm, listed))
     tables = {"weight": weight, "seen": seen, "logarithm": logarithm, "listed": listed}
-    _run(3, q, k, out=out, scale=scale, tile=tile, **tables, **numbers)
+    _run(3, q, k, out=out, scale=scale, tile=tile, stagger=stagger, **tables, **numbers)
     return out
 
 
