@@ -268,3 +268,10 @@ def test_a_gradient_of_what_is_estimated():
     for found, expected in zip(*gradients, strict=True):
         assert expected.abs().max() > 1e-4
         torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_more_rounded_words_than_are_kept_for_the_next_call():
+    q, k = torch.randn(2, 5, 16384, 8, 64)
+    whole = antidiagonal.antidiagonal_blocks(q, k, 0.1)
+    for i in (0, 4):
+        assert whole.select(batch=[i]) == antidiagonal.antidiagonal_blocks(q[i : i + 1], k[i : i + 1], 0.1)

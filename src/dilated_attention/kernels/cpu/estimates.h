@@ -711,6 +711,8 @@ struct Forecasts {
   static constexpr double SMALLEST = 1.17549435e-38;  // of float
 };
 
+constexpr int64_t MOST_KEPT = 1 << 24;  // rounded words that are kept for the next call: 64 MiB
+
 template <class Element, class Joined>
 bool shares(const Estimate &call) {
   const int64_t numbers = call.joined * call.D, queries = call.rows * call.parts;
@@ -719,12 +721,15 @@ bool shares(const Estimate &call) {
       const int64_t stride = round_up((numbers + Joined::PER_WORD - 1) / Joined::PER_WORD, WIDTH);
       const int64_t keys = round_up(*std::max_element(call.seen, call.seen + queries), Joined::ROWS);
       const int64_t all_queries = call.B * call.H * call.G * queries, rows = all_queries + call.B * call.H * keys;
-      const size_t bytes = size_t(round_up(rows * (stride + 1), WIDTH)) * sizeof(Word);
-      const std::unique_ptr<Word, decltype(&std::free)> memory(static_cast<Word *>(std::aligned_alloc(64, bytes)),
-                                                               std::free);
-      float *const units = memory.get() + rows * stride;
-      const Rounded Q{queries, stride, memory.get(), units};
-      const Rounded K{keys, stride, memory.get() + all_queries * stride, units + all_queries};
+      const int64_t floats = rows * (stride + 1);
+      const bool kept = floats <= MOST_KEPT;
+      const size_t bytes = size_t(round_up(floats, WIDTH)) * sizeof(Word);
+      const std::unique_ptr<void, decltype(&std::free)> large(kept ? nullptr : std::aligned_alloc(64, bytes),
+                                                              std::free);
+      Word *const memory = kept ? thread_memory(floats, true) : static_cast<Word *>(large.get());
+      float *const units = memory + rows * stride;
+      const Rounded Q{queries, stride, memory, units};
+      const Rounded K{keys, stride, memory + all_queries * stride, units + all_queries};
       return memory && compute(Rounding<Element, Joined, true>{call, Q}, call.threads) &&
              compute(Rounding<Element, Joined, false>{call, K}, call.threads) &&
              compute(Shares<Element, Joined>(call, &Q, &K), call.threads);

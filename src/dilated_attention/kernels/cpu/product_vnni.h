@@ -26,7 +26,8 @@ struct InBytes {
     const __m128i offset = _mm_set1_epi8(IN_LANES ? 0 : -128);
     for (int64_t w = 0; w < words; w += WIDTH / PER_WORD) {
       const Integers x = _mm512_cvtps_epi32(load(row + w * PER_WORD) * inverse);
-      _mm_store_si128(reinterpret_cast<__m128i *>(to + w), _mm_xor_si128(_mm512_cvtsepi32_epi8(x), offset));
+      // Past the caches, which then need not read the line first. The counter of jobs (threads.h) orders these stores.
+      _mm_stream_si128(reinterpret_cast<__m128i *>(to + w), _mm_xor_si128(_mm512_cvtsepi32_epi8(x), offset));
     }
     return unit + sum_of(odd);
   }

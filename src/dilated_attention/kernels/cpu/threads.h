@@ -13,8 +13,9 @@ bool has_pool();
 void run_in_threads(int64_t threads, int64_t jobs, void (*body)(void *), void *data);
 
 // Return the calling thread's memory for `floats` floats, aligned to 64 bytes, its content undefined; null if there is
-// none.
-float *thread_memory(int64_t floats);
+// none. `shared`: another piece, for what all threads of a call read. Both are kept for the next call, because new memory
+// costs a page fault every 4 KiB.
+float *thread_memory(int64_t floats, bool shared = false);
 
 namespace {
 
