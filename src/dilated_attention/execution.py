@@ -30,7 +30,7 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     """Run a call on a backend that has an `attend`; return out and lse, `(batch, seq, heads)`, differentiable."""
     run = call.backend.attend
     assert run is not None
-    if call.layouts and q.shape[1] != k.shape[1]:
+    if call.layouts and q.shape[1] != k.shape[1]:  # such a backend takes every row of a layout
         first, stop = call.starts[0], call.starts[0] + q.shape[1]
         q = pad(q, (0, 0, 0, 0, first, k.shape[1] - stop))
         out, lse = attend(replace(call, starts=(0, 0)), q, k, v)

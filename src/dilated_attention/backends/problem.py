@@ -29,7 +29,7 @@ class Problem:
     Attributes:
         scale: factor of the scores, positive (`call.split_scale`).
         hidden: True for a key that no query sees; per KV head if keys received from other ranks differ by head.
-        layouts: the block layout inside a segment, for each number of rows that a segment has; on the device of q, and
+        layouts: the block layout inside a segment, for each number of keys that a segment has; on the device of q, and
             causal if the call is. None where every key of a segment is seen.
         softcap: c > 0 replaces the scores s by c tanh(s / c); 0: scores stay.
         dropout: which pairs of query and key survive; None where all do.

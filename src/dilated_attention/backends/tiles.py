@@ -73,7 +73,7 @@ class Table:
             decides whether memory offsets inside the tile need 64 bits.
         strides: the distinct strides of the tiles, and of the spans that they see; empty unless tiles hold queries and
             need no mask.
-        count: the number of rows per segment, which is the key of its layout in `Layouts`; None without layouts.
+        count: the number of keys per segment, which is the key of its layout in `Layouts`; None without layouts.
     """
 
     lines: Tensor
@@ -125,9 +125,8 @@ def _block_table(
         cells = _segment_cells(group._replace(low=None, high=group.ahead if layout.is_causal else None), side)
         parts.append((_block_cells(cells, side, own, group.ahead if side == "queries" else 0), _heads(group)))
     lines = heaviest_first(_lines(parts, side, shape.own))
-    begin = lines[:, AHEAD]
-    ends_a_block = [not (x % loop).any() for x in (begin, begin + lines[:, COUNTS].sum(1))]
-    even = loop % shape.loop == 0 and all(ends_a_block)
+    ends = lines[:, AHEAD], lines[:, AHEAD] + lines[:, COUNTS].sum(1)
+    even = loop % shape.loop == 0 and not any((x % loop).any() for x in ends)
     if side == "queries" and loop % shape.loop:
         edge = -1
     elif layout.is_causal:  # the blocks that meet the tokens of the tile's own block, the partial last one among them
@@ -240,7 +239,7 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
     """Return the groups of each launch that `tables` plans with `join=False`, in order. Without layouts, a launch is a
-    turn. With layouts, a turn has one for each number of rows in a segment, because each number has its own layout."""
+    turn. With layouts, a turn has one for each number of keys in a segment, because each number has its own layout."""
     out = turns(plan.groups, side)
     if layouts is None:
         return out

@@ -65,16 +65,16 @@ def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.const
 
     A block of SIZE positions takes ceil(SIZE / R) steps. WIDE: as in `tokens`.
     """
-    LISTED, start, stride, count, near, ahead = part
+    LISTED, start, stride, count, near, position = part
     tiles: tl.constexpr = (SIZE + R - 1) // R
     within = (step % tiles) * R
-    low = tl.load(LISTED + step // tiles).to(tl.int32) * SIZE + within - ahead
+    low = tl.load(LISTED + step // tiles).to(tl.int32) * SIZE + within - position
     j = low + tl.arange(0, R)
     seen = j.to(tl.uint32) < count.to(tl.uint32)  # and not negative
     if SIZE % R:
         seen &= within + tl.arange(0, R) < SIZE
-    base, beyond = tokens(start, stride, low, R, WIDE)
-    return j, base, beyond, seen, near, near
+    base, ahead = tokens(start, stride, low, R, WIDE)
+    return j, base, ahead, seen, near, near
 
 
 @triton.jit

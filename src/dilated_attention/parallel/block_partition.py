@@ -33,7 +33,7 @@ from dilated_attention.parallel.partition import (
     clip,
     crossings,
 )
-from dilated_attention.plan import Plan, Rows, StridedGroup
+from dilated_attention.plan import Plan, StridedGroup
 
 Interval = tuple[int, int]
 
@@ -201,7 +201,6 @@ def problem(
         crossing.heads,
         torch.from_numpy(hidden).to(device) if hidden.any() else None,
     )
-    every_row = Rows(0, shrunk.size, 1, 1, shrunk.size)
-    groups = (StridedGroup(as_rows(mine, shard), every_row, 0, count, 1, ahead=ahead),)
+    groups = (StridedGroup(as_rows(mine, shard), as_rows(range(shrunk.size), 0), 0, count, 1, ahead=ahead),)
     plan = Plan(shard_stop - shard, count, groups, covered=False, square=False)
     return Remote(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)

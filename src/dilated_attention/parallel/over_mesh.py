@@ -223,8 +223,9 @@ class _Compute:
     def forward(self, part: parts.Part, state: State | None) -> State:
         """Compute a part and return the running (out, lse) `state` with it merged in. None: it is the first part."""
         run, problem, heads = self.call.backend.forward, self._problem(part), self._heads(part)
-        if heads is None or state is None:
+        if heads is None:
             return run(problem, self.q, part.keys, part.values, state)
+        assert state is not None
         q, out, lse = (x.index_select(2, heads) for x in (self.q, *state))
         run(problem, q, part.keys, part.values, (out, lse))
         return state[0].index_copy_(2, heads, out), state[1].index_copy_(2, heads, lse)

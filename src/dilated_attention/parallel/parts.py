@@ -27,7 +27,7 @@ class Part:
     """Hold one computation: the plan over keys and values `(batch, rows, heads, head_dim)`.
 
     Attributes:
-        queries: what the queries see of a crossing segment with a block layout; else None.
+        queries: with a block layout, what the queries of a crossing segment see; else None.
         tokens: `(rows, heads)`, the global token of each key, for the key mask and dropout; None: the shard's tokens,
             or `queries` is given: block layouts over a mesh have neither mask nor dropout.
     """
