@@ -554,12 +554,12 @@ def test_exported_by_definition_with_a_layout(compiling_python):
         from dilated_attention import BlockLayout, Dilated, Window, attention
 
         class Calls(torch.nn.Module):
-            def __init__(self, pattern):
+            def __init__(self, pattern, q_start=None):
                 super().__init__()
-                self.pattern = pattern
+                self.pattern, self.q_start = pattern, q_start
 
             def forward(self, q, k, v):
-                return attention(q, k, v, self.pattern, backend="reference")
+                return attention(q, k, v, self.pattern, q_start=self.q_start, backend="reference")
 
         given = tuple(torch.randn(1, 44, 2, 8) for _ in range(3))
         random = BlockLayout.random(44, 0.5, 0, 4)
@@ -568,6 +568,9 @@ def test_exported_by_definition_with_a_layout(compiling_python):
             expected = attention(*given, pattern, backend="native")
             torch.testing.assert_close(program(*given), expected)
             torch.testing.assert_close(Calls(pattern)(*given), expected)
+        newest = given[0][:, 41:], *given[1:]
+        program = torch.export.export(Calls(random, q_start=41), newest).module()
+        torch.testing.assert_close(program(*newest), attention(*given, random)[:, 41:])
         """
     )
 

@@ -523,11 +523,14 @@ class BlockLayout:
         indptr = indptr[:, _chosen("heads", heads, self.num_heads)]
         if indptr.shape == self.indptr.shape and torch.equal(indptr, self.indptr):
             return self
-        counts = indptr.diff(dim=-1).flatten()
-        start = row_offsets(counts.view(*indptr.shape[:2], self.query_blocks))
-        shift = indptr[..., :-1].flatten() - (counts.cumsum(0) - counts)
-        entry = torch.arange(int(counts.sum()), device=self.device) + torch.repeat_interleave(shift, counts)
-        return self._with(start, self.indices[entry])
+        counts = indptr.diff(dim=-1)
+        return self._with(row_offsets(counts), self._listed(indptr[..., :-1], counts))
+
+    def _listed(self, starts: Tensor, counts: Tensor) -> Tensor:
+        """Return `counts` entries of `indices` from each offset in `starts`, one list after the other."""
+        counts = counts.flatten()
+        entry = (starts.flatten() - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+        return self.indices[entry + torch.arange(entry.numel(), device=self.device)]
 
     def for_heads(self, num_heads: int) -> BlockLayout:
         """Return this layout for `num_heads` query heads: a KV head's lists are repeated for each of its query heads.
@@ -551,10 +554,12 @@ class BlockLayout:
         last = rows if stop is None else -(-stop // self.q_block)
         if seq_len == self.seq_len and not first and last >= rows:
             return self
-        row = self.row % self.query_blocks
-        keep = (first <= row) & (row < min(rows, last)) & (self.indices < columns)
-        indptr = kept_before(keep)[self.indptr[..., : rows + 1]]
-        return self._with(indptr, self.indices[keep], seq_len=seq_len)
+        last = min(rows, last)
+        counts = self.counts[..., first:last]
+        blocks = self._listed(self.indptr[..., first:last], counts)
+        keep = blocks < columns
+        starts = row_offsets(F.pad(counts, (first, rows - last)))
+        return self._with(kept_before(keep)[starts], blocks[keep], seq_len=seq_len)
 
     # ---- algebra
 
