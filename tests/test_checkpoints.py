@@ -278,6 +278,8 @@ def test_longvit():
     assert bare(torch.randn(1, 3, 12, 6)).shape == (1, 18, 16)  # interpolated positions
     with pytest.raises(ValueError, match="sides multiples of 2"):
         bare(torch.randn(1, 3, 7, 8))
+    with pytest.raises(ValueError, match=r"sides multiples of 2; got shape \(1, 3, 0, 8\)"):
+        bare(torch.zeros(1, 3, 0, 8))
     with pytest.raises(ValueError, match="image size 8: not of a released model"):
         load_longvit(longvit_weights(), num_heads=4)
 

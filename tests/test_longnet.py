@@ -551,6 +551,9 @@ def test_encoder_decoder():
         model(source, target, source_lengths=[40, 0])
     with pytest.raises(ValueError, match="source: a decoder with cross_attention needs"):
         model.decoder(target)
+    for wrong in (source[0], source[..., :16]):
+        with pytest.raises(ValueError, match=r"source must be \(batch, keys, embed_dim=32\); got shape"):
+            model.decoder(target, source=wrong)
 
 
 def test_generate(model):
@@ -569,6 +572,10 @@ def test_generate(model):
     for wrong in (torch.tensor([1, 2, 3]), torch.ones(1, 3)):
         for call in (model, model.loss, model.prefill, lambda tokens: model.generate(tokens, 4)):
             with pytest.raises(ValueError, match=r"inputs must be \(batch, seq\) token ids; got torch.\w+ of shape"):
+                call(wrong)
+    for wrong in (torch.tensor([[1, 2, 50]]), torch.tensor([[1, 2, -1]])):
+        for call in (model, model.loss, model.prefill, lambda tokens: model.generate(tokens, 4)):
+            with pytest.raises(ValueError, match=r"inputs, token ids, must lie in \[0, 50\); got (50|-1)"):
                 call(wrong)
 
 

@@ -423,8 +423,11 @@ def test_blocks_read_packed_samples(pattern, unchecked):
             block(x, source=Source(states), cu_seqlens=edges)
     with pytest.raises(ValueError, match="needs batch 1; got batch 2"):
         block(x.expand(2, -1, -1), source=Source(states), cu_seqlens=[0, 19])
-    with pytest.raises(ValueError, match="source must have a row for each of 2 packed samples; got 3"):
+    with pytest.raises(ValueError, match="source must have a row for each of 2 samples; got 3"):
         block(x, source=Source(states), cu_seqlens=[0, 7, 19])
+    for batch in (1, 2):
+        with pytest.raises(ValueError, match=f"source must have a row for each of {batch} samples; got 3"):
+            block(x.expand(batch, -1, -1), source=Source(states))
     with pytest.raises(
         ValueError, match="source must be given if the block has cross_attention, else be None; got None"
     ):

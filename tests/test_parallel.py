@@ -418,6 +418,8 @@ def compose():
     x = torch.arange(50.0).view(2, 25)
     shard = shard_sequence(x, mesh).clone().requires_grad_()
     whole = unshard_sequence(shard, mesh, seq_len=torch.tensor(25))
+    (slope,) = torch.autograd.grad(whole.pow(3).sum(), shard, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), shard, retain_graph=True)
     whole.mul(x * (rank + 1)).sum().backward()
     start, stop = sequence_range(25, mesh)
     weight = sum(range(1, size + 1))
@@ -431,6 +433,7 @@ def compose():
         found = unshard_sequence(part, mesh, seq_len=shape[1])
         found.sum().backward()
         answers[f"shape {shape}"] = torch.equal(found, empty)
+    answers["unshard, second derivative"] = torch.equal(curvature, 6 * size * x[:, start:stop])
     answers["unshard"] = torch.equal(whole, x) and torch.equal(shard.grad, x[:, start:stop] * weight)
 
     # A model of one weight: the mean of (w x)^2 over the valid labels, against the same on the whole sequence.
@@ -520,6 +523,8 @@ def refuse():
         "shards of two batches": lambda: unshard_sequence(torch.zeros(odd_rank(2, 1), 4), good),
         "shards along two dims": lambda: unshard_sequence(torch.zeros(1, 4, 4), good, dim=odd_rank(2, -2)),
         "shards along no dim": lambda: unshard_sequence(torch.zeros(1, 4), good, dim=odd_rank(2, 1)),
+        "a shard along no dim": lambda: shard_sequence(torch.zeros(4), good),
+        "labels of one dim": lambda: shard_labels(torch.zeros(4), good),
         "grad mode": lambda: torch.set_grad_enabled(rank != 1)(attend)(is_causal=True),
         "grad mode of a gather": lambda: torch.set_grad_enabled(rank != 1)(gather)(),
         "another function": lambda: gather() if rank == 1 else attend(),
@@ -566,6 +571,8 @@ def test_bad_calls_give_one_clear_error_on_every_rank() -> None:
         "shards of two batches": r"rank 1 has shard=torch.float32 \(2, seq\), elsewhere shard=.* \(1, seq\)",
         "shards along two dims": r"rank 1 has shard=torch.float32 \(1, 4, seq\), elsewhere .* \(1, seq, 4\)",
         "shards along no dim": "rank 1 refused its context parallel call, .*: dim=2 is none of the 2 dimensions of x",
+        "a shard along no dim": "dim=1 is none of the 1 dimensions of x",
+        "labels of one dim": r"labels must be \(batch, seq\); got shape \(4,\)",
         "grad mode": "rank 1 has gradients=off, elsewhere gradients=on",
         "grad mode of a gather": "rank 1 has gradients=off, elsewhere gradients=on",
         "another function": "rank 1 has function=unshard_sequence, elsewhere function=attention",

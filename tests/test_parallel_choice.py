@@ -110,6 +110,8 @@ def run_refusals():
             partial(choose_blocks, partial(routing.topk_blocks, **usual | (other if rank == 1 else {})), q, k)
             for other in others
         ],
+        partial(choose_blocks, lambda q, k: None, q, k),
+        partial(choose_blocks, partial(routing.topk_blocks, density=0.5), q, k.double()),
     )
     for call in calls:
         with pytest.raises(ValueError) as caught:  # noqa: PT011
@@ -122,12 +124,14 @@ def test_what_is_refused_is_refused_on_every_rank():
     for messages in processes.run(3, run_refusals):  # the third rank has no heads
         assert "choose refused its heads on rank 0" in messages[0]
         assert "rank 1 has seq_len=21, elsewhere seq_len=24" in messages[1]
-        assert "q and k must be (batch, shard, heads, head_dim) of one dtype" in messages[2]
+        assert "x has 4 rows in dim 1; the shard of rank 0" in messages[2]
         assert "choose refused its heads on rank 0" in messages[3]
-        assert all("do not fit together" in message for message in messages[4:])
+        assert all("do not fit together" in message for message in messages[4:7])
         assert "rank 1 has q_block=8, elsewhere q_block=4; k_block=8, elsewhere k_block=4" in messages[4]
         assert "rank 1 has k_block=8, elsewhere k_block=4 (elsewhere: rank 0)" in messages[5]
         assert "rank 1 has is_causal=0, elsewhere is_causal=1" in messages[6]
+        assert "choose refused its heads on rank 0" in messages[7]
+        assert "got k torch.float64 and q torch.float32" in messages[8]
 
 
 def run_one_misfit():
@@ -136,7 +140,7 @@ def run_one_misfit():
     q, k = (torch.randn(1, 8, heads, 4) for heads in (4, 2))
     choose = partial(routing.topk_blocks, density=0.5, block_size=4)
     for _ in range(2):
-        with pytest.raises(ValueError, match="q and k must be") as caught:
+        with pytest.raises(ValueError, match="q and k must agree") as caught:
             choose_blocks(choose, q, k[..., : 4 - rank % 2], dist.group.WORLD)
         messages.append(str(caught.value))
         attention(q, k, k, choose_blocks(choose, q, k, dist.group.WORLD), mesh=dist.group.WORLD)

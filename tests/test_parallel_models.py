@@ -194,6 +194,8 @@ def image_models():
         set_context_parallel(model.encoder, mesh)
         with pytest.raises(UnsupportedError, match=words):
             call()
+        with pytest.raises(UnsupportedError, match="first_only with a mesh is not supported"):
+            model.encoder(shard_sequence(rows, mesh), seq_len=rows.shape[1], first_only=True)
         found = model.encoder(shard_sequence(rows, mesh), seq_len=rows.shape[1])
         answers.append(relative_error(unshard_sequence(found.detach(), mesh, seq_len=rows.shape[1]), right.detach()))
         set_context_parallel(model, None)

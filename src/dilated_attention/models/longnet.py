@@ -238,18 +238,18 @@ class LongNetLM(LongNetStack):
         self, source: Tensor | None, source_lengths: Sequence[int] | Tensor | None, *, keep: bool = False
     ) -> tuple[Source | None, Tensor | None]:
         if (source is None) == any(isinstance(x, CrossAttention) for x in self.modules()):
-            raise ValueError(
-                "source: a decoder with cross_attention needs the encoder's states, and no other takes them"
-            )
+            raise ValueError("source: a decoder with cross_attention needs the encoder's states, no other takes them")
         if source is None:
             return None, None
-        mask = None
-        if source_lengths is not None:
-            counts = checked_lengths(source_lengths, source.shape[0], source.shape[1])
-            if not min(counts):
-                raise ValueError(f"source_lengths must be positive: a decoder needs something to read; got {counts}")
-            mask = within(counts, source.shape[1], source.device)[:, None, None]
-        return Source(source, keep=keep), mask
+        width = self.config.embed_dim
+        if source.dim() != 3 or source.shape[2] != width:
+            raise ValueError(f"source must be (batch, keys, embed_dim={width}); got shape {tuple(source.shape)}")
+        if source_lengths is None:
+            return Source(source, keep=keep), None
+        counts = checked_lengths(source_lengths, source.shape[0], source.shape[1])
+        if not min(counts):
+            raise ValueError(f"source_lengths must be positive: a decoder needs something to read; got {counts}")
+        return Source(source, keep=keep), within(counts, source.shape[1], source.device)[:, None, None]
 
     def loss(
         self, tokens: Int[Tensor, "batch seq_and_one"], lengths: Sequence[int] | Int[Tensor, " batch"] | None = None
@@ -263,7 +263,7 @@ class LongNetLM(LongNetStack):
         Raises:
             ValueError: no sample has two tokens, or the ranks of a mesh pass different tokens.
         """
-        require_tokens(tokens)
+        require_tokens(tokens, self.config.vocab_size)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
         if not targets.numel():
             raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
@@ -302,7 +302,7 @@ class LongNetLM(LongNetStack):
             max_len: the most tokens that a sample will have; None: any number (not with dense attention).
             source, source_lengths: as in `forward`.
         """
-        require_tokens(tokens)
+        require_tokens(tokens, self.config.vocab_size)
         if self.config.selection is not None:
             raise UnsupportedError(
                 "generation is not supported with config.selection: its layers fill no key-value cache"
@@ -375,7 +375,7 @@ class LongNetLM(LongNetStack):
         check_sampling(temperature, top_k, top_p)
         if stop_token is not None:
             stop_token = checks.integer("stop_token", stop_token, 0, (self.config.vocab_size or 0) - 1)
-        require_tokens(tokens)
+        require_tokens(tokens, self.config.vocab_size)
         max_len = tokens.shape[1] + max_new_tokens
         first, cache = self.prefill(
             tokens, lengths=lengths, max_len=max_len, source=source, source_lengths=source_lengths
@@ -422,8 +422,8 @@ class LongNetLM(LongNetStack):
             generator: the random generator used for sampling.
             source, source_lengths: as in `forward`.
         """
-        require_tokens(tokens)
         vocab_size = self.config.vocab_size or 0
+        require_tokens(tokens, vocab_size)
         if torch.iinfo(tokens.dtype).max < vocab_size - 1:
             raise ValueError(
                 f"tokens of {tokens.dtype} cannot hold every one of vocab_size={vocab_size}: pass tokens.long()"

@@ -135,7 +135,7 @@ class LongViT(Pretrained):
         if (
             images.dim() != 4
             or images.shape[1] != config.in_chans
-            or any(n % config.patch_size for n in images.shape[2:])
+            or any(n % config.patch_size or not n for n in images.shape[2:])
         ):
             raise ValueError(
                 f"images must be (batch, {config.in_chans}, rows, columns), sides multiples of {config.patch_size}; "

@@ -89,18 +89,18 @@ def require_like(weight: Tensor, **inputs: Any) -> None:
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__name__}: pass torch.as_tensor({name})")
-        autocast = x.is_floating_point() and in_autocast(x)
-        if x.dtype != weight.dtype and not autocast:
+        if x.dtype != weight.dtype and not (x.is_floating_point() and in_autocast(x)):
             raise ValueError(
                 f"{name} must have the model's dtype, {weight.dtype}; got {x.dtype}: pass {name}.to({weight.dtype}), "
                 "or turn the model with model.to(dtype)"
             )
 
 
-def require_tokens(inputs: Tensor) -> None:
-    """Raise ValueError unless `inputs` are `(batch, seq)` integers."""
+def require_tokens(inputs: Tensor, vocab_size: int | None) -> None:
+    """Raise ValueError unless `inputs` are `(batch, seq)` integers in [0, vocab_size) (checked on the CPU only)."""
     if inputs.dim() != 2 or inputs.is_floating_point() or inputs.dtype == torch.bool:
         raise ValueError(f"inputs must be (batch, seq) token ids; got {inputs.dtype} of shape {tuple(inputs.shape)}")
+    checks.indices("inputs, token ids,", inputs.long(), 0, vocab_size or 0)
 
 
 def warn_of_layout(x: Tensor) -> None:

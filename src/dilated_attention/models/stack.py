@@ -206,7 +206,7 @@ class LongNetStack(Pretrained):
                     f"got {inputs.dtype} of shape {tuple(inputs.shape)}"
                 )
             return inputs
-        require_tokens(inputs)
+        require_tokens(inputs, config.vocab_size)
         return self.embedding(inputs.long())
 
     def hidden(
@@ -236,7 +236,7 @@ class LongNetStack(Pretrained):
         """
         batch, seq, width = x.shape
         if self.mesh is not None:
-            for name, given in (("lengths", lengths), ("source", sources.get("source"))):
+            for name, given in {"lengths": lengths, "first_only": first_only or None, **sources}.items():
                 if given is not None:
                     raise UnsupportedError(
                         f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"

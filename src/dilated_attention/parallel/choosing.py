@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import row_offsets
 from dilated_attention.mesh import Mesh, context_group
@@ -55,6 +56,8 @@ def choose_blocks(
     if whole_k.shape[2]:
         try:
             chosen = choose(whole_q, whole_k)
+            if not isinstance(chosen, BlockLayout):
+                raise ValueError(f"a choice must be a BlockLayout; got {type(chosen).__name__}")
             chosen.check(len(whole_q), length, whole_q.shape[2], whole_k.shape[2])
             layout = chosen.select(heads=[0] * whole_k.shape[2]) if chosen.num_heads == 1 else chosen
         except ValueError as caught:
@@ -86,7 +89,7 @@ def whole_blocks(tokens: int, length: int, stride: int) -> int:
 def in_whole_blocks(x: Tensor, length: int, stride: int) -> Tensor:
     """Return the `whole_blocks` of x `(batch, tokens, ...)`: `(batch, blocks, ..., length)`."""
     if x.shape[1] < length:
-        return x.new_empty(len(x), 0, *x.shape[2:], length)
+        return x[:, :0, ..., None].repeat_interleave(length, -1)  # over a mesh all ranks go backward
     return x.unfold(1, length, stride)
 
 
@@ -119,11 +122,11 @@ def sums_of_blocks(
 
 
 def _misfit(q: Tensor, k: Tensor) -> str:
-    if q.dim() != 4 or k.dim() != 4 or q.dtype != k.dtype or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        kinds = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k))
-        return f"q and k must be (batch, shard, heads, head_dim) of one dtype, batch, shard and head_dim; got {kinds}"
-    if not k.shape[2] or q.shape[2] % k.shape[2]:
-        return f"the heads of k must divide the {q.shape[2]} heads of q; got {k.shape[2]}"
+    """Return why q and k cannot be of one call; "" if they can. Their lengths are compared later."""
+    try:
+        checks.tensors(q, k, k, placed=True)
+    except ValueError as error:
+        return str(error)
     return ""
 
 

@@ -32,6 +32,8 @@ def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
 def shard_sequence(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
     """Return this rank's slice of a sequence that every rank holds whole. It is a view; `dim` is the sequence
     dimension."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim} is none of the {x.dim()} dimensions of x")
     start, stop = sequence_range(x.shape[dim], mesh)
     return x.narrow(dim, start, stop - start)
 
@@ -83,14 +85,13 @@ def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bounds: Sequence[int], link: Link, name: str) -> Tensor:
-        ctx.bounds, ctx.link, ctx.name, ctx.number = bounds, link, name, link.enter(name)
-        return link.whole(rows, bounds, "in forward")
+    def forward(ctx: Any, rows: Tensor, back: bool, bounds: Sequence[int], link: Link, name: str, *past: int) -> Tensor:
+        ctx.call = not back, bounds, link, name, link.enter(name, *past)  # each way is the other's backward
+        return link.summed(rows, bounds, "in backward") if back else link.whole(rows, bounds, "in forward")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.link.enter(ctx.name, ctx.number)
-        return ctx.link.summed(gradient, ctx.bounds, "in backward"), None, None, None
+        return _Gathered.apply(gradient, *ctx.call), *(None,) * 5
 
 
 @not_traced
@@ -100,7 +101,7 @@ def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) 
     The gradient is summed over the ranks' copies. `name` names the call in errors and in messages, on every rank alike.
     """
     rows = x.movedim(dim, 0)
-    whole = _Gathered.apply(rows if x.dim() > 1 else rows[:, None], bounds, link_of(context_group(mesh)), name)
+    whole = _Gathered.apply(rows if x.dim() > 1 else rows[:, None], False, bounds, link_of(context_group(mesh)), name)
     return (whole if x.dim() > 1 else whole[:, 0]).movedim(0, dim)
 
 
@@ -163,11 +164,11 @@ def shard_labels(labels: Tensor, mesh: Mesh, ignore_index: int = -100) -> Tensor
     Returns:
         `(batch, shard)`; the last token of the sequence gets `ignore_index`.
     """
+    if labels.dim() != 2:
+        raise ValueError(f"labels must be (batch, seq); got shape {tuple(labels.shape)}")
     start, stop = sequence_range(labels.shape[1], mesh)
     shifted = labels[:, start + 1 : stop + 1]
-    if shifted.shape[1] == stop - start:
-        return shifted
-    return torch.cat([shifted, labels.new_full((labels.shape[0], 1), ignore_index)], 1)
+    return torch.nn.functional.pad(shifted, (0, stop - start - shifted.shape[1]), value=ignore_index)
 
 
 @not_traced
