@@ -743,7 +743,7 @@ def test_layouts_are_made_in_one_graph(exported, compiling_python):
             lambda n: L.random(n, 0.2, 7, is_causal=True),
             lambda n: L.bigbird(n, 300, 100, 2, 0),
             lambda n: (L.local(n, 300) & L.strided(n, 512)).causal(),
-            lambda n: L.stack([L.local(n, 300), L.hierarchical(n, [(1, 256), (128, None)])], over="heads"),
+            lambda n: L.stack([L.local(n, 300), L.hierarchical(n, [(1, 256), (200, None)])], over="heads"),
         )
 
         def tables(x):

@@ -182,7 +182,7 @@ def test_a_batch_of_none(name, block_size, is_causal):
     assert attention(q, k, k, layout).shape == q.shape
     assert explain(q, k, k, layout).flops == 0
     assert "blocks=0, density=0" in repr(layout)
-    with pytest.raises(ValueError, match=r"equal batch, seq and head_dim.*|must have the batch"):
+    with pytest.raises(ValueError, match=r"q and k must agree in batch and head_dim; got|must have the batch"):
         choose(q, make(100, 4, 2)[1])
 
 
@@ -430,6 +430,13 @@ def test_lsh_is_exact_inside_buckets(seq_len, block_size):
     assert 0 < layout.density < 1
 
 
+def test_seeds_and_densities_of_a_schedule_are_not_all_kept():
+    q, k = make(64)
+    for step in range(1, 100):
+        routing.lsh_blocks(q, k, step / 100, seed=step, block_size=16)
+    assert len(candidates(q, k, block_size=16).made) < 40
+
+
 def test_lsh_seeds():
     q, k = make(512)
     assert routing.lsh_blocks(q, k, 0.2, block_size=32) == routing.lsh_blocks(q, k, 0.2, block_size=32)
@@ -550,6 +557,15 @@ def test_gates_sum_to_the_budget_and_harden_to_the_layout(is_causal):
     torch.testing.assert_close(router.relaxed_attention(q, k, v), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_gates_of_rows_before_a_key_that_is_not_finite(value):
+    q, k = make(80, 4, 2)
+    router = learned(4, 2, 8, torch.float32, block_size=16, is_causal=True)
+    before = router.log_gates(q, k)
+    k[:, 70:] = value
+    assert torch.equal(router.log_gates(q, k)[:, :, :4], before[:, :, :4])
+
+
 def test_training_the_router_finds_the_blocks_that_matter():
     """Blocks share one of four topics; only the topic's direction tells which keys suit a query."""
     torch.manual_seed(0)
@@ -602,6 +618,7 @@ def test_density_schedule():
 
 
 Q, K = make(64, 4, 2)
+ROUTER = LearnedRouter(4, 8, 0.1, num_kv_heads=2, block_size=16)
 BAD = [
     (r"density must lie in \(0, 1\], got 0", lambda: routing.topk_blocks(Q, K, 0)),
     (r"density must lie in \(0, 1\], got 1.1", lambda: routing.hierarchical_blocks(Q, K, 1.1)),
@@ -609,19 +626,24 @@ BAD = [
     (r"density must lie in \(0, 1\], got None", lambda: routing.topk_blocks(Q, K, None)),
     (r"density must lie in \(0, 1\], got 'a'", lambda: routing.vertical_slash(Q, K, "a")),
     (r"mass must lie in \(0, 1\], got '0.5'", lambda: routing.topp_blocks(Q, K, "0.5")),
-    ("q must be a floating torch.Tensor .*; got NoneType", lambda: routing.topk_blocks(None, K, 0.1)),
-    ("k must be a floating torch.Tensor .*; got list", lambda: routing.topk_blocks(Q, k=[1], density=0.1)),
-    ("q must be a floating torch.Tensor .*; got torch.int64", lambda: routing.antidiagonal_blocks(Q.long(), K, 0.1)),
-    ("q must be .* whose values can be read; got torch.float32 on meta",
-     lambda: routing.lsh_blocks(Q.to("meta"), K.to("meta"))),
-    ("k must be .* can be read; got torch.float32 on meta", lambda: LearnedRouter(4, 8, 0.1)(Q, K.to("meta"))),
-    ("q must be a floating torch.Tensor .*; got NoneType", lambda: LearnedRouter(4, 8, 0.1)(None, K)),
+    ("q must be a torch.Tensor; got NoneType", lambda: routing.topk_blocks(None, K, 0.1)),
+    ("k must be a torch.Tensor; got list", lambda: routing.topk_blocks(Q, k=[1], density=0.1)),
+    ("q must have a floating dtype; got torch.int64", lambda: routing.antidiagonal_blocks(Q.long(), K, 0.1)),
+    ("q and k must have one length, heads, and values to read; got .* on meta",
+     lambda: routing.topk_blocks(Q.to("meta"), K.to("meta"), 0.1)),
+    ("must be on one device; got k on meta", lambda: LearnedRouter(4, 8, 0.1)(Q, K.to("meta"))),
+    ("q must be a torch.Tensor; got NoneType", lambda: LearnedRouter(4, 8, 0.1)(None, K)),
     ("scale must be a finite number.*got nan", lambda: routing.page_bounds(Q, K, 0.1, scale=math.nan)),
     ("scale must be a finite number.*got 'a'", lambda: routing.topp_blocks(Q, K, 0.5, scale="a")),
-    ("heads of k must divide the 4 heads of q, got 0", lambda: routing.topk_blocks(Q, K[:, :, :0], 0.1)),
-    ("equal batch, seq and head_dim", lambda: routing.topk_blocks(Q, K[:, 1:], 0.1)),
-    ("equal batch, seq and head_dim", lambda: routing.topk_blocks(Q[0], K[0], 0.1)),
-    ("heads of k must divide the 3 heads of q, got 2", lambda: routing.topk_blocks(Q[:, :, :3], K, 0.1)),
+    ("heads of k and v must divide .*; got 4 query and 0 key", lambda: routing.topk_blocks(Q, K[:, :, :0], 0.1)),
+    (r"one length, .*; got \(2, 64, 4, 8\) and \(2, 63, 2, 8\)", lambda: routing.topk_blocks(Q, K[:, 1:], 0.1)),
+    ("q must have 4 dimensions", lambda: routing.topk_blocks(Q[0], K[0], 0.1)),
+    ("one floating dtype; got k torch.float64 and q torch.float32", lambda: routing.lsh_blocks(Q, K.double())),
+    (r"one length, heads, .*; got \(2, 64, 0, 8\)", lambda: routing.topk_blocks(Q[:, :, :0], K, 0.1)),
+    ("head_dim of at least 1; got .* 4, 0", lambda: routing.lsh_blocks(Q[..., :0], K[..., :0])),
+    ("keep_diagonal must be a bool; got 'no'", lambda: routing.topk_blocks(Q, K, 0.1, keep_diagonal="no")),
+    ("per_kv_head must be a bool; got 1", lambda: routing.topp_blocks(Q, K, 0.1, per_kv_head=1)),
+    ("heads of k and v must divide .*; got 3 query and 2 key", lambda: routing.topk_blocks(Q[:, :, :3], K, 0.1)),
     ("block_size.*must be", lambda: routing.topk_blocks(Q, K, 0.1, block_size=0)),
     ("is_causal must be a bool; got 'no'", lambda: routing.lsh_blocks(Q, K, is_causal="no")),
     ("is_causal must be a bool; got 'no'", lambda: LearnedRouter(4, 8, 0.1, is_causal="no")),
@@ -642,6 +664,9 @@ BAD = [
     ("breadth must be at least 1, got '4'", lambda: routing.hierarchical_blocks(Q, K, 0.1, breadth="4")),
     ("seq_len must be a positive integer; got '50'", lambda: BlockLayout.local(64, 4, 16).prefix("50")),
     (r"density must lie in \(0, 1\]", lambda: LearnedRouter(4, 8, 2.0)),
+    (r"k and v must have the same shape, .* and \(2, 1, 2, 8\)", lambda: ROUTER.relaxed_attention(Q, K, K[:, :1])),
+    (r"k and v must have the same shape, .* and \(2, 64, 1, 8\)", lambda: ROUTER.relaxed_attention(Q, K, K[:, :, :1])),
+    ("scale must be a finite number.*got nan", lambda: ROUTER.relaxed_attention(Q, K, K, scale=math.nan)),
     ("the router has 4 heads and 4 KV heads, got q with 4 and k with 2", lambda: LearnedRouter(4, 8, 0.1)(Q, K)),
 ]  # fmt: skip
 

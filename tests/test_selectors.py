@@ -269,6 +269,7 @@ def test_the_best_pages_of_mapped_queries_and_in_one_graph(compiling_python):
     compiling_python(
         """
         import torch
+        from dilated_attention.decoding import listed_attention
         from dilated_attention.routing import PageBounds
 
         pages, q = PageBounds(16), torch.randn(3, 1, 1, 4, 8)
@@ -277,8 +278,24 @@ def test_the_best_pages_of_mapped_queries_and_in_one_graph(compiling_python):
         assert torch.equal(torch.func.vmap(lambda x: pages.best(x, 2))(q), expected)
         compiled = torch.compile(lambda x: pages.best(x, 2), fullgraph=True, backend="eager")
         assert torch.equal(compiled(q[0]), expected[0])
+
+        def first_block(q, k):
+            return listed_attention(q[:, -1:], k, k, torch.zeros(2, 1, 1, dtype=torch.int64), 16)
+
+        x = torch.randn(2, 64, 4, 8), torch.randn(2, 64, 2, 8)
+        compiled = torch.compile(first_block, fullgraph=True, backend="eager", dynamic=True)
+        assert torch.equal(compiled(*x), first_block(*x))
         """
     )
+
+
+def test_the_own_page_comes_before_bounds_that_overflow():
+    k = torch.zeros(1, 16, 1, 2)
+    k[0, 1, 0, 0] = torch.inf  # a bound of infinity, or 0 times infinity
+    pages = routing.PageBounds(4)
+    pages.append(k)
+    for q in (0.0, 1.0):
+        assert pages.best(torch.full((1, 1, 1, 2), q), 1).tolist() == [[[3]]]
 
 
 def test_pages_of_a_prompt_read_under_inference_mode():
@@ -544,6 +561,7 @@ def test_lists_given_in_one_graph(compiling_python):
         cases = (
             lambda q, k, x: attention(q, k, k, indexer(x), **causal),
             lambda q, k, x: attention(q, k, k, router(q, k), **causal),
+            lambda q, k, x: attention(q, k, k, router(q, k).select(heads=[1, 0, 3, 2]), **causal),
             lambda q, k, x: router.relaxed_attention(q, k, k),
             lambda q, k, x: attention(q, k, k, BlockLayout.from_mask(x[0, :4, :4].tril() > 0, None, 16, **causal)),
             lambda q, k, x: attention(q, k, k, BlockLayout.from_indices(torch.arange(5), x[0, :4, 0].long(), 64, 16)),

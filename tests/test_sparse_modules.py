@@ -21,6 +21,7 @@ from dilated_attention.nn import (
     rotary_tables,
     rotate,
 )
+from dilated_attention.nn.block_mixture import MixtureChoice
 
 HEAD_DIM = 4
 
@@ -257,6 +258,13 @@ def test_nothing_looks_ahead(kind):
     other = x.clone()
     other[:, 13:] = torch.randn_like(other[:, 13:])
     torch.testing.assert_close(module(other)[:, :13], module(x)[:, :13], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_querys_own_block_comes_before_scores_that_overflow(value):
+    key = torch.ones(1, 3, 1, 2)
+    key[0, 0] = value
+    assert MixtureChoice(4, 4, 1).blocks(torch.ones(1, 3, 1, 2), 0, key).flatten().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", NAIVE)

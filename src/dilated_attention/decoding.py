@@ -194,8 +194,8 @@ def listed_attention(
     batch, new, heads, _ = q.shape
     seq_len, kv_heads = k.shape[1:3]
     lists = chosen[:, :, None] if chosen.dim() == 3 else chosen
-    fits = lists.dim() == 4 and len(lists) in (1, batch) and lists.shape[1] in (1, heads, kv_heads)
-    if not fits or lists.shape[2] not in (1, new):
+    sizes = (1, batch), (1, heads, kv_heads), (1, new)  # `in` does not compare the symbols of torch.compile by value
+    if lists.dim() != 4 or not all(any(n == x for x in some) for n, some in zip(lists.shape[:3], sizes, strict=True)):
         raise ValueError(
             f"chosen must be (batch, lists, blocks) or (batch, lists, new, blocks) with a batch of {batch} and 1, "
             f"{kv_heads} or {heads} lists; new is {new}; got {tuple(chosen.shape)}"

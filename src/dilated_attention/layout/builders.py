@@ -142,7 +142,7 @@ def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> S
         if stride <= grid.k_block:  # every block between the two ends holds a multiple
             spans.append((low * stride, torch.where(high >= low, high * stride, -1)))
         else:
-            step = low + torch.arange(int((high - low).max()) + 1, device="cpu")
+            step = low + torch.arange(-(-min(grid.q_block + 2 * window, grid.seq_len) // stride), device="cpu")
             spans.append((step * stride, torch.where(step <= high, step * stride, -1)))
     return spans
 

@@ -517,12 +517,10 @@ class BlockLayout:
     def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
         """Return a layout with the lists of these batch elements and heads alone, in the given order; None: all."""
         self.require_unchanged()
-        if batch is heads is None:
+        samples, lists = _chosen("batch", batch, self.batch_size), _chosen("heads", heads, self.num_heads)
+        if samples == lists == slice(None):
             return self
-        indptr = self.indptr[_chosen("batch", batch, self.batch_size)]
-        indptr = indptr[:, _chosen("heads", heads, self.num_heads)]
-        if indptr.shape == self.indptr.shape and torch.equal(indptr, self.indptr):
-            return self
+        indptr = self.indptr[samples][:, lists]
         counts = indptr.diff(dim=-1)
         return self._with(row_offsets(counts), self._listed(indptr[..., :-1], counts))
 
@@ -739,12 +737,11 @@ class BlockLayout:
 
 
 def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | slice:
-    if wanted is None:
-        return slice(None)
-    chosen = checks.integers(name, wanted)
+    """Return the wanted numbers as an index; `slice(None)` for all of them in order."""
+    chosen = range(count) if wanted is None else checks.integers(name, wanted)
     if not all(-count <= i < count for i in chosen):
         raise ValueError(f"{name} must lie in [0, {count}), the layout's own; got {list(chosen)}")
-    return list(chosen)
+    return slice(None) if [i % count for i in chosen] == list(range(count)) else list(chosen)
 
 
 def _named(table: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class BlockChoice:
             always = block > own[at] - self.local
             if self.first:
                 always = always | (block == 0)
-            importance = self.importance(q[:, at], start + at.start * step, key, blocks)
+            importance = self.importance(q[:, at], start + at.start * step, key, blocks).nan_to_num(nan=0.0)
             ranked = importance.masked_fill(always, torch.inf).masked_fill(block > own[at], -torch.inf)
             indices = stable_topk(ranked, min(self.number, blocks))[1]
             chosen.append(indices.masked_fill(indices > own[at], -1))

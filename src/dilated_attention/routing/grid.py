@@ -65,9 +65,11 @@ class Candidates(BlockGrid):
 
     def once(self, key: Hashable, make: Callable[[Candidates], Any]) -> Any:
         """Return `make(self)`, computed in the first call with this key. Nobody may write to it."""
-        if key not in self.made:
-            self.made[key] = make(self)
-        return self.made[key]
+        if (found := self.made.get(key)) is None:
+            if len(self.made) >= 32:  # one for each seed or density of a schedule would fill the memory
+                self.made.clear()
+            found = self.made[key] = make(self)
+        return found
 
     def by_list(self, share: Tensor) -> Tensor:
         """Return the shares (B, H, rows, columns) of heads as those of lists: the mean over the heads of a list."""
@@ -165,17 +167,14 @@ def candidates(
     per_kv_head: bool = False,
 ) -> Candidates:
     """Check what `topk_blocks` takes, except density, and return the query blocks of the call."""
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_meta:
-            kind = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating torch.Tensor whose values can be read; got {kind}")
-    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    checks.tensors(q, k, k, placed=True)
+    if q.shape[1] != k.shape[1] or not q.shape[2] or q.is_meta:
         raise ValueError(
-            "q and k must be (batch, seq, heads, head_dim) with equal batch, seq and head_dim, "
-            f"got {tuple(q.shape)} and {tuple(k.shape)}"
+            f"q and k must have one length, heads, and values to read; got {tuple(q.shape)} and {tuple(k.shape)} on "
+            f"{q.device}"
         )
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"the heads of k must divide the {q.shape[2]} heads of q, got {k.shape[2]}")
+    checks.boolean("keep_diagonal", keep_diagonal)
+    checks.boolean("per_kv_head", per_kv_head)
     if is_causal and not keep_diagonal:
         raise ValueError("keep_diagonal=False contradicts is_causal=True: no earlier token can judge the diagonal")
     floor = checks.integer("floor", floor, 0)

@@ -100,7 +100,7 @@ class LearnedRouter(nn.Module):
         """
         grid = self._grid(q, k)
         free = grid.allowed & ~grid.always
-        x = self._scores(q, k, grid) / self.temperature
+        x = (self._scores(q, k, grid) / self.temperature).masked_fill(~free, 0.0)  # 0 times NaN would reach the sums
         wanted = (grid.budget(self.density) - grid.always.sum(-1)).clamp(min=0).to(x.dtype)
         gate = F.logsigmoid(x - _threshold(x, free, wanted))
         return gate.masked_fill(~free, -math.inf).masked_fill(grid.always, 0.0)
@@ -108,6 +108,8 @@ class LearnedRouter(nn.Module):
     def relaxed_attention(self, q: Queries, k: Keys, v: Keys, *, scale: float | None = None) -> Queries:
         """Return softmax(scale q·k + log gate) v, where a key has its block's gate. Invisible keys take no part."""
         q_block, k_block = block_pair(self.block_size)
+        checks.tensors(q, k, v)
+        checks.number("scale", scale)
         token = torch.arange(q.shape[1], device=q.device)
         bias = self.log_gates(q, k)[..., (token // q_block)[:, None], token // k_block]
         if self.is_causal:
@@ -141,10 +143,9 @@ class LearnedRouter(nn.Module):
 
 def _threshold(x: Tensor, free: Tensor, wanted: Tensor) -> Tensor:
     """Return τ (…, rows, 1) such that a row's (query block's) sigmoid(x - τ), summed over its `free` entries (bool), is
-    `wanted` (rows,); differentiable in x."""
+    `wanted` (rows,); differentiable in x, which is 0 at other entries."""
     with torch.no_grad():
-        inside = x.masked_fill(~free, 0.0)
-        low, high = inside.amin(-1, keepdim=True) - 40, inside.amax(-1, keepdim=True) + 40
+        low, high = x.amin(-1, keepdim=True) - 40, x.amax(-1, keepdim=True) + 40
         for _ in range(64):
             middle = (low + high) / 2
             many = ((x - middle).sigmoid() * free).sum(-1, keepdim=True) > wanted[:, None]

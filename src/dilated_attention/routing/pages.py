@@ -172,7 +172,7 @@ class PageBounds:
         key = self.bounds[:, :, None, : self.pages].to(dtype)
         query = _signed(q.transpose(1, 2).to(dtype)).unflatten(1, (kv_heads, -1))
         with without_autocast(q):
-            bound = (query @ key.mT).flatten(1, 2)
+            bound = (query @ key.mT).flatten(1, 2).nan_to_num_(nan=0.0)  # finite: only the masks below are infinite
         own = (torch.arange(self.seq_len - new, self.seq_len, device=q.device) // self.page_size)[:, None]
         page = torch.arange(self.pages, device=q.device)
         bound = bound.masked_fill(page == own, torch.inf).masked_fill(page > own, -torch.inf)
