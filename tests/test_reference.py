@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention.backends import reference
-from dilated_attention.backends.reference import attend, count_matrix, phantom_counts, reference_attention
+from dilated_attention.backends.reference import attend, batch_counts, count_matrix, phantom_counts, reference_attention
 from tolerances import relative_error
 
 # segment lengths, dilation rates, table (branch x KV head), sequence length
@@ -56,9 +56,9 @@ def test_residues_restart_in_every_segment():
 
 def test_absent_heads_and_padded_keys_are_not_seen():
     assert count_matrix([4], [2], [[-1, 0]], 4, is_causal=False)[0].sum() == 0
-    mask = torch.tensor([False, True, False])
-    counts = count_matrix([3], [1], [[0]], 3, is_causal=False, key_padding_mask=mask)
-    assert counts.tolist() == [[[1, 0, 1]] * 3]
+    mask = torch.tensor([[False, True, False]])
+    counts, _ = batch_counts(1, 3, [3], [1], [[0]], is_causal=False, key_padding_mask=mask)
+    assert counts.tolist() == [[[[1, 0, 1]] * 3]]
 
 
 def test_one_token_sees_itself():

@@ -64,6 +64,25 @@ def test_vmap_of_ragged_and_masked_calls():
     assert torch.equal(vmap(masked)(*inputs, masks), one_by_one(masked, *inputs, masks))
 
 
+def test_vmap_of_a_mask_with_lengths_at_positions():
+    inputs, masks = tensors(3), torch.rand(3, 2, 17) < 0.3
+
+    def run(q, k, v, mask):
+        return call(q, k, v, key_padding_mask=mask, lengths=torch.tensor([3, 17]), q_start=0)
+
+    assert torch.equal(vmap(run)(*inputs, masks), one_by_one(run, *inputs, masks))
+
+
+def test_vmap_of_masks_on_the_reference():
+    inputs, masks, layout = tensors(3), torch.rand(3, 2, 17) < 0.3, BlockLayout.local(32, 8, 4)
+    given = [
+        lambda q, k, v, mask: call(q, k, v, key_padding_mask=mask, backend="reference"),
+        lambda q, k, v, _: attention(q, k, v, layout, q_start=13, backend="reference"),  # hides the keys in between
+    ]
+    for run in given:
+        torch.testing.assert_close(vmap(run)(*inputs, masks), one_by_one(run, *inputs, masks))
+
+
 def test_vmap_of_blocks_and_products():
     inputs = tensors(3)
     for pattern in (
@@ -417,7 +436,8 @@ def test_compiled_and_exported(more, compiling_python):
         import warnings
         import torch
         from torch import nn
-        from dilated_attention import BlockLayout, Dilated, UnsupportedError, block_sparse_attention, dilated_attention
+        from dilated_attention import BlockLayout, Dilated, UnsupportedError, attention
+        from dilated_attention import block_sparse_attention, dilated_attention
         from dilated_attention.integrations import convert_attention
         from dilated_attention.models import LongNetConfig, LongNetLM
         from dilated_attention.nn import MultiheadDilatedAttention, TransformerBlock
@@ -455,6 +475,13 @@ def test_compiled_and_exported(more, compiling_python):
             assert "batch of 2" in str(error) and "got 3" in str(error)
         else:
             raise AssertionError("computed")
+
+        # Head groups, where the number of heads is a symbol.
+        groups = Dilated([8, 16], [2, 4], head_groups=True)
+        compiled = torch.compile(lambda x: attention(x, x, x, groups), fullgraph=True, backend="eager", dynamic=True)
+        for heads in (5, 4):
+            x = torch.randn(1, 16, heads, 8)
+            assert torch.equal(compiled(x), attention(x, x, x, groups))
 
         # A scale of any sign; and a shape that eager calls warn of.
         for scale, heads in ((-0.4, 2), (0.0, 300)):

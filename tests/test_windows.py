@@ -373,7 +373,7 @@ def test_dropout_in_some_rows_of_a_layout(layout, backend):
 @pytest.mark.parametrize("pattern", [Window(30), Dilated([16, 64], [1, 2]) + Window(3, leading=2)])
 def test_samples_of_different_lengths_at_positions(pattern):
     q, k, v = (torch.randn(3, 100, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    lengths = torch.tensor([0, 61, 100])
+    lengths = torch.tensor([0, 61, 100], dtype=torch.uint16)
     whole = attention(q, k, v, pattern, is_causal=True, lengths=lengths, return_lse=True)
     for start, stop in ((0, 100), (40, 72), (99, 100)):
         out, lse = attention(

@@ -108,13 +108,13 @@ def ragged(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Ten
 
 
 def _integer_tensor(name: str, values: Any, wanted: str, number: int | None = None) -> Tensor:
-    """Return a flat tensor of `number` integers (None: at least one); an error says that `name` must hold `wanted`."""
+    """Return `number` (None: at least one) integers as flat int64; an error says that `name` must hold `wanted`."""
     if not isinstance(values, Tensor):
         values = torch.tensor(integers(name, values, wanted), dtype=torch.int64, device="cpu")
     fits = values.dim() == 1 and (values.shape[0] > 0 if number is None else values.shape[0] == number)
     if not fits or values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name} must hold {wanted}; got {values.dtype} of shape {tuple(values.shape)}")
-    return values
+    return values.long()  # PyTorch cannot compare wide unsigned integers
 
 
 def not_mapped(what: str, *tensors: Any) -> None:

@@ -228,7 +228,7 @@ def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, opt
     after = torch.arange(q.shape[1], device=q.device) + first_query >= lengths
     hidden = torch.arange(k.shape[1], device=k.device) + first_key >= lengths
     if (mask := options["key_padding_mask"]) is not None:
-        hidden |= mask
+        hidden = hidden | mask  # vmap may map the mask alone
     q = q.masked_fill(after[..., None, None], 0.0)  # they may hold NaN
     options = {**options, "lengths": None, "key_padding_mask": hidden}
     out, lse = attention(q, k, v, pattern, return_lse=True, **options)

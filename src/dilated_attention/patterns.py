@@ -308,7 +308,7 @@ class Dilated(_Branched):
                     f"head_groups=True gives each branch a run of heads; "
                     f"{num_heads} heads cannot serve {len(branches)} branches"
                 )
-            base, larger = divmod(num_heads, len(branches))
+            base, larger = num_heads // len(branches), num_heads % len(branches)  # dynamo traces no divmod of symbols
             table, start = [], 0
             for i, (_, rate) in enumerate(branches):
                 end = start + base + (i < larger)

@@ -33,7 +33,6 @@ def count_matrix(
     seq_len: int,
     *,
     is_causal: bool,
-    key_padding_mask: Bool[Tensor, " keys"] | None = None,
     visible: Callable[[int], Bool[Tensor, "#heads rows rows"]] | None = None,
     bands: Sequence[tuple[int | None, int | None]] = (),
     leading: Sequence[int] = (),
@@ -52,7 +51,6 @@ def count_matrix(
         segment_lengths, dilation_rates: w and r of each branch.
         table: o(h) per branch and head; -1 where the head takes no part in the branch.
         seq_len, num_keys: the number of queries, and of keys (default: as many).
-        key_padding_mask: True at keys that are hidden from every query.
         visible: `visible(n)` returns which of a segment's n participating tokens sees which; default: all see all.
         bands, leading: for each branch; default: no bound and no leading tokens.
         starts: the positions of the first query and of the first key.
@@ -91,8 +89,6 @@ def count_matrix(
                     counts[h, taking_part, taking_part] += seen[h if len(seen) > 1 else 0]
     if is_causal:
         counts *= distance <= 0
-    if key_padding_mask is not None:
-        counts *= ~key_padding_mask.cpu()
     return counts
 
 
@@ -217,6 +213,7 @@ def batch_counts(
     Args:
         compat: `"torchscale"` returns the zero keys; otherwise None replaces them.
         lengths, cu_seqlens: as in `attention`.
+        key_padding_mask: True at keys that are hidden from every query.
         visible: `visible(i, n)` returns which of the n participating tokens of a segment of sample i sees which.
         of_branches: `bands` and `leading` of `count_matrix`, which describes the other arguments too.
     """
@@ -236,13 +233,13 @@ def batch_counts(
         rows = slice(start, stop)
         columns = rows if num_keys == seq_len else slice(0, num_keys)
         branches = (segment_lengths, dilation_rates, table, stop - start)
-        padding = None if key_padding_mask is None else key_padding_mask[b, columns]
-        seen = None if visible is None else partial(visible, sample)
         counts[b, :, rows, columns] = count_matrix(
-            *branches, is_causal=is_causal, key_padding_mask=padding, visible=seen, starts=starts,
+            *branches, is_causal=is_causal, visible=visible and partial(visible, sample), starts=starts,
             num_keys=columns.stop - columns.start, **of_branches,
         )  # fmt: skip
         phantoms[b, :, rows] = phantom_counts(*branches, is_causal=is_causal)
+    if key_padding_mask is not None:  # not in place: torch.func.vmap may map the mask
+        counts = counts * ~key_padding_mask.cpu()[:, None, None]
     return counts, phantoms if compat == "torchscale" else None
 
 
