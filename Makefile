@@ -20,10 +20,10 @@ help: ## list the targets
 	@echo '  VERSIONS=oldest or newest tests with the ends of the ranges in pyproject.toml, in a .venv of their own.'
 
 demo: $(VENV)/installed ## recall over 32,768 tokens and a model of real text, in 5 minutes
-	$(BIN)/python -m dilated_attention demo $(ARGS)
+	$(BIN)/dilated-attention demo $(ARGS)
 
 compare: $(VENV)/installed ## every variant in one table, an hour; ARGS=--quick takes 2 minutes
-	$(BIN)/python -m dilated_attention compare $(ARGS)
+	$(BIN)/dilated-attention compare $(ARGS)
 
 MARKS := not thorough
 # One thread a process: the workers already fill the cores.
@@ -46,7 +46,7 @@ check: $(VENV)/installed-dev ## format check, lint, types, words, documents, gua
 	$(MAKE) --no-print-directory test
 
 guard: $(VENV)/installed ## compare ratios of time, memory and calls with results/baseline.json
-	$(BIN)/python -m dilated_attention bench check
+	$(BIN)/dilated-attention bench check
 
 words: $(VENV)/installed-dev ## count phrases that readers had to read twice; no count may rise
 	$(BIN)/python docs/tools/words.py
@@ -57,7 +57,7 @@ docs: $(VENV)/installed-dev ## build the documents into site/, every warning and
 
 pictures: $(VENV)/installed-dev ## draw the pictures of the documents; needs chromium on PATH
 	$(BIN)/python docs/tools/patterns.py
-	$(BIN)/python -m dilated_attention plot
+	$(BIN)/dilated-attention plot
 	$(BIN)/python docs/tools/screenshots.py
 
 format: $(VENV)/installed-dev ## format the code and apply the safe lint fixes

@@ -80,7 +80,7 @@ def folder(tmp_path_factory) -> Path:
 
 def start(folder: Path, name: str, words: list[str], stdout: int = subprocess.DEVNULL, **more: str) -> subprocess.Popen:
     environment = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "MARK": f"{os.getpid()}-{next(NUMBERS)}"}
-    command = [sys.executable, "-m", "dilated_attention", name, *words]
+    command = [sys.executable, "-m", "dilated_attention_lab", name, *words]
     process = subprocess.Popen(
         command,
         cwd=folder,

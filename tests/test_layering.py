@@ -21,7 +21,7 @@ DOCUMENTED = ("_asdict", "_exit", "_replace")  # names of the standard library t
 
 # Lowest first. A module or subpackage directly under the package belongs to exactly one layer.
 LAYERS = (
-    {"cache", "errors", "interruption", "kernels", "merge", "mesh", "ranking", "storage", "torch_internals"},
+    {"cache", "errors", "kernels", "merge", "mesh", "ranking", "storage", "torch_internals"},
     {"checks", "pictures"},
     {"layout", "plan"},
     {"patterns"},

@@ -1,6 +1,5 @@
 """Exact dilated, block-sparse and context-parallel attention over very long sequences."""
 
-from dilated_attention import interruption  # noqa: F401  first, before PyTorch loads
 from dilated_attention.cache import plan_cache
 from dilated_attention.errors import BackendError, UnsupportedError
 from dilated_attention.explain import Explanation, explain
