@@ -82,21 +82,16 @@ SPILLED_BY_TRITON_3_9 = {
     Variant("sm_90", "dkdv", 128, "bf16", "causal blocks"): 8,
     Variant("sm_90", "dkdv", 96, "bf16", "grouped"): 24,
 }
-SPILLED_BY_TRITON_3_4 = {
-    Variant("sm_80", "forward", 128, "bf16", "causal"): 24,
-}
 """Bytes, of kernels that spill nothing with 3.7.1."""
 
 
 def case(variant: Variant):
     marks = []
-    of_others = SPILLED_BY_TRITON_3_9 if installed >= Version("3.9") else SPILLED_BY_TRITON_3_4
-    if variant in of_others and installed not in THAT_SHIP:
-        marks.append(pytest.mark.xfail(reason=f"Triton {installed} spills {of_others[variant]} bytes", strict=True))
+    if variant in SPILLED_BY_TRITON_3_9 and installed not in THAT_SHIP:
+        reason = f"Triton 3.9 spills {SPILLED_BY_TRITON_3_9[variant]} bytes"
+        marks.append(pytest.mark.xfail(reason=reason, strict=True))
     if variant not in IN_MAKE_TEST:
         marks.append(pytest.mark.thorough)
-    if variant.target.startswith("gfx") and installed < Version("3.6"):
-        marks.append(pytest.mark.skip(reason=f"Triton {installed} brings no linker for ROCm"))
     return pytest.param(variant, id=f"{variant.target} {variant.kernel} {variant.head_dim} {variant.call}", marks=marks)
 
 
@@ -105,7 +100,7 @@ def test_machine_code(variant: Variant):
     assert build(variant).faults == []
 
 
-@pytest.mark.xfail(installed not in THAT_SHIP, reason="651 with Triton 3.4, 584 with 3.9", strict=True)
+@pytest.mark.xfail(installed not in THAT_SHIP, reason="584 with Triton 3.9", strict=True)
 def test_instructions_of_a_step():
     """Products take 2,048 cycles for 128 keys; in addition 8 warps issue on four schedulers."""
     variant = Variant("sm_90", "forward", 128, "bf16", "even")

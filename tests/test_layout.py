@@ -725,7 +725,6 @@ def test_inductor_compiles_the_making_of_a_window(compiling_python):
     )
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="the compiler of PyTorch 2.8 traces no | of two objects")
 @pytest.mark.parametrize("exported", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_layouts_are_made_in_one_graph(exported, compiling_python):
     compiling_python(

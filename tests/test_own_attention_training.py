@@ -124,9 +124,6 @@ def some_families(first, *others):
     return pytest.mark.parametrize("families", [(first,), others], ids=str)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 9), reason="the compiler of PyTorch 2.8 does not trace transformers' caches"
-)
 @some_families("mistral", "modernbert", "gemma3", "llama4")
 def test_compiles_in_one_graph(families, compiling_python):
     compiling_python(

@@ -194,9 +194,11 @@ def image_models():
         set_context_parallel(model.encoder, mesh)
         with pytest.raises(UnsupportedError, match=words):
             call()
-        with pytest.raises(UnsupportedError, match="first_only with a mesh is not supported"):
-            model.encoder(shard_sequence(rows, mesh), seq_len=rows.shape[1], first_only=True)
-        found = model.encoder(shard_sequence(rows, mesh), seq_len=rows.shape[1])
+        own, length = shard_sequence(rows, mesh), rows.shape[1]
+        for part in (model.encoder, model.encoder.blocks[-1]):
+            with pytest.raises(UnsupportedError, match="first_only with a mesh is not supported"):
+                part(own, seq_len=length, first_only=True)
+        found = model.encoder(own, seq_len=length)
         answers.append(relative_error(unshard_sequence(found.detach(), mesh, seq_len=rows.shape[1]), right.detach()))
         set_context_parallel(model, None)
         assert torch.equal(call(), right)

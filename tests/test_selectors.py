@@ -498,7 +498,6 @@ def test_chooses_in_one_graph(which, compiling_python):
         from dilated_attention import block_sparse_attention
         from dilated_attention.routing import hierarchical_blocks, page_bounds, topk_blocks, topp_blocks
 
-        torch._dynamo.config.capture_scalar_outputs = True  # PyTorch 2.8 does not do it unasked
 
         def attend(q, k, choose, **ragged):
             return block_sparse_attention(q, k, k, choose(q, k, **ragged), **ragged)
@@ -553,7 +552,6 @@ def test_lists_given_in_one_graph(compiling_python):
         from dilated_attention import BlockLayout, attention
         from dilated_attention.routing import Indexer, LearnedRouter
 
-        torch._dynamo.config.capture_scalar_outputs = True  # PyTorch 2.8 does not do it unasked
         torch.manual_seed(0)
         indexer = Indexer(16, 2, 8, top_k=8)
         router = LearnedRouter(4, 8, 0.4, num_kv_heads=2, block_size=16, is_causal=True)

@@ -480,7 +480,6 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
         backend = {backend!r}
         """
         """
-        import inspect
         import torch
         from torch._dynamo.testing import CompileCounterWithBackend
         from dilated_attention.backends import cpu
@@ -491,9 +490,7 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
         shared = {"block_size": 16, "query_block": 4}
         sizes = {"compress_block": 8, "compress_stride": 4, "num_selected": 3, "window": 8, **shared}
         batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=32, max=1 << 20)
-        deferred = {"prefer_deferred_runtime_asserts_over_guards": True}
-        any_length = {"dynamic_shapes": ({0: batch, 1: length},), **deferred}
-        exports_any = deferred.keys() <= inspect.signature(torch.export.export).parameters.keys()  # from PyTorch 2.9
+        any_length = {"dynamic_shapes": ({0: batch, 1: length},), "prefer_deferred_runtime_asserts_over_guards": True}
         for module, chosen, graphs in (
             (NativeSparseAttention(32, 4, 2, **sizes), backend, 1 if backend == "eager" else 2),
             (BlockAttentionMixture(32, 4, 2, top_k=3, **shared), "aot_eager", 2 if backend == "eager" else 1),
@@ -509,8 +506,8 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
                 for a, b in zip(found, expected):
                     torch.testing.assert_close(a, b)
             assert counter.frame_count == graphs, counter.frame_count
-            program = torch.export.export(module, (x,), **(any_length if exports_any else {})).module()
-            for shape in ((1, 32), (3, 1500), (2, 47)) if exports_any else [(2, 47)]:
+            program = torch.export.export(module, (x,), **any_length).module()
+            for shape in ((1, 32), (3, 1500), (2, 47)):
                 x = torch.randn(*shape, 32)
                 torch.testing.assert_close(program(x), module(x))  # short calls may get another backend
         """

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention import checks
 from dilated_attention.backends import table
@@ -521,7 +520,7 @@ def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
 
 def layout_remedy(given: Any) -> str:
     """Return the end of an error message: how to turn `given` into a layout; "" if this library cannot do it."""
-    if isinstance(given, BlockMask):
+    if type(given).__name__ == "BlockMask":
         return "; give BlockLayout.from_block_mask of it"
     if isinstance(given, Tensor):
         return "; give BlockLayout.from_mask of booleans per block, or BlockLayout.from_torch_sparse of a BSR tensor"

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dilated_attention.torch_internals import is_mapped
+
 CHUNK = 2**24  # scores held at a time
 
 
@@ -16,7 +18,7 @@ def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
     Equal entries come in their order in the row. With `torch.topk` the choice among equal entries depends on the
     width of the rows and on `number`. A row's width reveals later tokens, on which no token's choice may depend.
     """
-    if x.dtype == torch.float64:
+    if x.dtype == torch.float64 or is_mapped(x):  # vmap of PyTorch 2.11 knows no view(dtype)
         values, indices = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :number], indices[..., :number]
     # One integer per entry: the high half rises with the float, the low half falls with the place.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pair, lists_of_keys, rows_of
-from dilated_attention.torch_internals import mapped_indices, require_when_run
+from dilated_attention.torch_internals import require_when_run
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 DENSE_LIMIT = 2**26  # elements of a dense mask that tests and small plots may ask for
 WIDE_LISTS = 2**22  # the most entries that the padded lists of a BlockMask may have
@@ -112,10 +115,9 @@ def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_ca
             f"{k_block}; got {_few(indices[outside])}"
         )
     lead = (*indices.shape[:-2], 1, 1)[:2]
-    ordered = indices.sort(-1).values
-    named = ordered >= 0
-    named[..., 1:] &= ordered[..., 1:] != ordered[..., :-1]
-    lists = named.sum(-1).reshape(*lead, grid.rows), ordered[named].to(torch.int64)
+    ordered = indices.long().sort(-1).values
+    named = ordered.diff(prepend=ordered.new_full((*ordered.shape[:-1], 1), -1)) > 0
+    lists = named.sum(-1).reshape(*lead, grid.rows), ordered[named]
     check_causal(grid, *lists)
     return grid, lists
 
@@ -191,6 +193,8 @@ def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple
 
 
 def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask:
+    from torch.nn.attention.flex_attention import BlockMask  # loads sympy in PyTorch 2.15
+
     counts, lead = indptr.diff(dim=-1), tuple(indptr.shape[:2])
     row = rows_of(counts, indices.numel())
     query, end = row % grid.rows, grid.seq_len
@@ -293,8 +297,7 @@ def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> 
         inside = (i <= last) & (j <= last)
         index = row // grid.rows // heads, row // grid.rows % heads, i.clamp(max=last), j.clamp(max=last)
         flat = [x.expand(inside.shape).reshape(-1) for x in index]
-        with mapped_indices():
-            sees = torch.vmap(m.mask_mod)(*flat).view(inside.shape)
+        sees = torch.vmap(m.mask_mod)(*flat).view(inside.shape)
         is_whole = is_whole and bool((sees | ~inside).all())
         is_lower = is_lower and bool((sees == (j <= i))[inside].all())
     return is_whole, is_lower

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention import checks
 from dilated_attention.cache import derived, is_named, lasting, name_of
@@ -40,6 +39,7 @@ from dilated_attention.pictures import plot_blocks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Transposed(NamedTuple):

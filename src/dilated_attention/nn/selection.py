@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -100,7 +100,7 @@ class BlockChoice:
     def in_graph(self, q: Tensor, key: Tensor) -> BlockLayout:
         """Return the layout for all tokens, from one operator of a graph."""
         options = {"block_size": (self.query_block, self.block_size), "is_causal": True}
-        options |= {"per_kv_head": self.per_kv_head, "choice": asdict(self)}
+        options |= {"per_kv_head": self.per_kv_head, "choice": {x.name: getattr(self, x.name) for x in fields(self)}}
         return in_graph(type(self).__name__, q, key, None, None, None, options)
 
 

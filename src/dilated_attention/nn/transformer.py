@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.backends.dropout import dropout_of, survives
 from dilated_attention.decoding import first_token_attention
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.mesh import held_mesh
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.positions import Tables, rotate
@@ -154,8 +155,10 @@ class SelfAttention(nn.Module):
         is_causal: bool,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
+        if self.mesh is not None:
+            raise UnsupportedError("first_only with a mesh is not supported; only one rank has the first token")
         dropped = self.training and self.dropout > 0
-        if not isinstance(self.pattern, Dilated) or self.mesh is not None or is_causal or dropped:
+        if not isinstance(self.pattern, Dilated) or is_causal or dropped:
             return first_tokens(attend(q, k, v), cu_seqlens)
         first = partial(first_token_attention, pattern=self.pattern)
         query = first_tokens(q, cu_seqlens)
