@@ -41,7 +41,8 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
         )
         raise ValueError(
             f"q and k must agree in batch{'' if placed else ', seq'} and head_dim; got {tuple(q.shape)} and "
-            f"{tuple(k.shape)}, read as (batch, seq, heads, head_dim){'' if placed else remedy}"
+            f"{tuple(k.shape)}, read as (batch, seq, heads, head_dim)"
+            f"{'' if placed or q.shape[1] == k.shape[1] else remedy}"
         )
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"q and v must have head_dim of at least 1; got {tuple(q.shape)} and {tuple(v.shape)}")

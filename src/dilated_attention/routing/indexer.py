@@ -102,11 +102,11 @@ class Indexer(nn.Module):
             q, k: the queries and keys of the attention, after rotation if it rotates them.
         """
         self._check(x)
-        like_x = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] == x.shape[:2]
-        if not like_x or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        checks.tensors(q, k, k, placed=True)
+        checks.number("scale", scale)
+        if not q.shape[:2] == k.shape[:2] == x.shape[:2]:
             raise ValueError(
-                "q and k must have the batch and seq of x, one head_dim, and the heads of k divide those of q; got "
-                f"x {tuple(x.shape)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
+                f"q and k must have the batch and seq of x, {tuple(x.shape)}; got {tuple(q.shape)} and {tuple(k.shape)}"
             )
         if not x.numel():
             raise ValueError(f"x has no tokens to learn from: shape {tuple(x.shape)}")
