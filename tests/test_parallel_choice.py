@@ -151,7 +151,7 @@ def test_a_rank_whose_tensors_do_not_fit_is_named_on_every_rank():
     for messages in processes.run(3, run_one_misfit):
         for message in messages:
             assert message.startswith("rank 1 refused its context parallel call"), message
-            assert message.endswith("torch.float32 (1, 8, 2, 3)")
+            assert "got (1, 8, 4, 4) and (1, 8, 2, 3)" in message
 
 
 MODULES = {

@@ -64,7 +64,7 @@ def fixed(value: Any) -> Any:
 
 def in_export() -> bool:
     """Return whether torch.export records a graph."""
-    return torch.compiler.is_exporting()
+    return torch.compiler._is_exporting_flag  # PyTorch 2.10 takes is_exporting() for true in every graph
 
 
 def is_symbol(size: int) -> bool:
@@ -168,6 +168,14 @@ def observed(*tensors: Tensor | None) -> bool:
 def on_default_stream(x: Tensor) -> bool:
     """Return whether the current stream of x's CUDA device is its default one, without making a `Stream`."""
     return torch._C._cuda_getCurrentRawStream(x.get_device()) == 0
+
+
+def mapped_indices() -> AbstractContextManager[None]:
+    """Let `torch.vmap` map `table[i]` where i is one number, as FlexAttention needs when it maps a mask_mod. PyTorch
+    2.10 reads the value of i, which vmap does not allow."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # half a second to import
+
+    return TransformGetItemToIndex()
 
 
 def in_autocast(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pair, lists_of_keys, rows_of
-from dilated_attention.torch_internals import require_when_run
+from dilated_attention.torch_internals import mapped_indices, require_when_run
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -297,7 +297,8 @@ def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> 
         inside = (i <= last) & (j <= last)
         index = row // grid.rows // heads, row // grid.rows % heads, i.clamp(max=last), j.clamp(max=last)
         flat = [x.expand(inside.shape).reshape(-1) for x in index]
-        sees = torch.vmap(m.mask_mod)(*flat).view(inside.shape)
+        with mapped_indices():
+            sees = torch.vmap(m.mask_mod)(*flat).view(inside.shape)
         is_whole = is_whole and bool((sees | ~inside).all())
         is_lower = is_lower and bool((sees == (j <= i))[inside].all())
     return is_whole, is_lower
