@@ -133,6 +133,9 @@ def test_the_picture_shows_the_tiles_at_their_places():
         assert axes.get_title() == title
     with pytest.raises(ValueError, match="head=1 needs a layer"):
         found.plot(head=1)
+    for name, options in (("slide", {"slide": 9}), ("layer", {"layer": 9}), ("head", {"layer": 0, "head": -9})):
+        with pytest.raises(ValueError, match=f"{name}=-?9 does not exist: there are"):
+            found.plot(**options)
 
 
 def test_an_outlier_does_not_darken_the_other_tiles():

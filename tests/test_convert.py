@@ -227,6 +227,10 @@ def test_weights_that_are_there_twice(tmp_path):
         read_weights({"a.weight": torch.ones(2), "module.a.weight": torch.ones(2)})
 
 
+def test_weights_of_one_name():
+    assert list(read_weights({"head.projector.weight": torch.ones(2)}, prefix="head.")) == ["projector.weight"]
+
+
 def test_convert_takes_a_part(tmp_path):
     weights, _, _, _ = case_of("attention")
     held = {f"vision.{name}": x for name, x in weights.items()} | {"text.weight": torch.ones(2)}

@@ -65,13 +65,14 @@ class TileAttention:
         """
         if layer is None and head is not None:
             raise ValueError(f"head={head} needs a layer: what is rolled up is of all heads")
-        tiles = self.lengths[slide]
-        if layer is None:
-            values, title = self.rolled_up[slide], "rolled up over layers"
-        elif head is None:
-            values, title = self.heads[slide, layer].mean(0), f"layer {layer}, mean over heads"
-        else:
+        for name, place, count in zip(("slide", "layer", "head"), (slide, layer, head), self.heads.shape, strict=False):
+            if place is not None and not -count <= place < count:
+                raise ValueError(f"{name}={place} does not exist: there are {count}, counted from 0")
+        tiles, values, title = self.lengths[slide], self.rolled_up[slide], "rolled up over layers"
+        if head is not None:
             values, title = self.heads[slide, layer, head], f"layer {layer}, head {head}"
+        elif layer is not None:
+            values, title = self.heads[slide, layer].mean(0), f"layer {layer}, mean over heads"
         places = self.coords[slide, :tiles].cpu().numpy()
         return plot_places(places, values[:tiles].float().cpu().numpy() * tiles, self.tile_size, title, ax)
 

@@ -113,7 +113,7 @@ def read_weights(source: Source, prefix: str = "") -> dict[str, Tensor]:
     if len(tensors) < len(held):
         raise ValueError(f"the checkpoint holds weights twice, wrapped and not; give prefix=. It has {_begin(held)}")
     found = tensors
-    while len(parts := {name.partition(".")[0] for name in found}) == 1 and not parts & _ROOTS:
+    while len(parts := {name.partition(".")[0] for name in found}) == 1 and not parts & {*_ROOTS, ""}:
         found = {name.partition(".")[2]: x for name, x in found.items()}
     return found if parts & {*_ROOTS, *_HALVES} else tensors
 

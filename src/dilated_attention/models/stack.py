@@ -236,7 +236,7 @@ class LongNetStack(Pretrained):
         """
         batch, seq, width = x.shape
         if self.mesh is not None:
-            for name, given in {"lengths": lengths, "first_only": first_only or None, **sources}.items():
+            for name, given in {"lengths": lengths, **sources}.items():
                 if given is not None:
                     raise UnsupportedError(
                         f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
