@@ -65,7 +65,7 @@ def test_fresh_python_fails_on_a_warning(fresh_python):
 
 
 def test_compiling_python_fails_on_errors_and_warnings_and_imports_nothing(compiling_python):
-    assert compiling_python("print('found')") == "found\n"
+    assert compiling_python("print('found')").startswith("found\n")  # Triton may report leaks at the end
     with pytest.raises(AssertionError, match="UserWarning: found"):
         compiling_python("import warnings; warnings.warn('found')")
     with pytest.raises(AssertionError, match="NameError: name 'torch'"):

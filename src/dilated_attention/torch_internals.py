@@ -90,7 +90,7 @@ def not_traced(function: Function) -> Function:
             return disabled[0](*arguments, **options)
         if "torch._dynamo" not in sys.modules:
             return function(*arguments, **options)
-        disabled[:] = [torch.compiler.disable(function)]  # PyTorch 2.11 cannot resume with a call of `append`
+        disabled[:] = [torch.compiler.disable(function)]  # not `append`: PyTorch 2.11
         return disabled[0](*arguments, **options)
 
     return call  # type: ignore[return-value]

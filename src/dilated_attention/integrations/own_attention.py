@@ -87,6 +87,7 @@ class Shown(NotATensor):
         chunk: tokens per chunk, counted from each sample's first real token; None: no chunks.
         first_tokens: `(batch,)`, the position of each sample's first real token, from which its chunks are counted.
         samples: `(batch, seq)`, the number of the packed sample that each token belongs to; None: one sample per row.
+        places: `(batch, seq)`, the positions that the chunks of packed samples count; None: those in the row.
         blocks: `(batch, seq)`, the number of the block (a prefix, an image) that each position lies in, -1 for none.
         q_start, k_start: the positions of the first query and of the first key.
         queries, keys: the number of queries and of keys; a static cache holds more keys than have been written.
@@ -99,6 +100,7 @@ class Shown(NotATensor):
     chunk: int | None = None
     first_tokens: Tensor | None = None
     samples: Tensor | None = None
+    places: Tensor | None = None
     blocks: Tensor | None = None
     q_start: int = 0
     k_start: int = 0
@@ -219,6 +221,8 @@ def _limits(mask_function: Callable[..., Any]) -> dict[str, Any]:
         return {"chunk": values["chunk_size"], "first_tokens": values["left_padding"]}
     if kind == "packed_sequence_mask_function":
         return {"samples": values["packed_sequence_mask"]}
+    if kind == "remap_positions_for_packed_sequence":  # from transformers 5.23 on
+        return _limits(values["mask_function"]) | {"places": values["position_ids"]}
     if kind == "blockwise_overlay":
         return {"blocks": values["block_sequence_ids"]}
     raise _unknown(kind)
@@ -458,7 +462,8 @@ def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
     begins = torch.ones_like(samples, dtype=torch.bool)
     begins[:, 1:] = samples[:, 1:] != samples[:, :-1]
     if shown.chunk is not None:
-        begins[:, :: shown.chunk] = True
+        places = torch.arange(shown.keys, device=samples.device) if shown.places is None else shown.places
+        begins |= places % shown.chunk == 0
     edges = begins.flatten().nonzero()[:, 0].to(torch.int32)
     cu_seqlens = torch.cat([edges, edges.new_tensor([samples.numel()])])
     pattern, _ = _pattern(replace(shown, chunk=None), 0, shown.keys)

@@ -193,7 +193,7 @@ def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple
 
 
 def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask:
-    from torch.nn.attention.flex_attention import BlockMask  # loads sympy in PyTorch 2.15
+    from torch.nn.attention.flex_attention import BlockMask  # sympy, in PyTorch 2.15
 
     counts, lead = indptr.diff(dim=-1), tuple(indptr.shape[:2])
     row = rows_of(counts, indices.numel())

@@ -525,7 +525,7 @@ class BlockLayout:
         return self._with(row_offsets(counts), self._listed(indptr[..., :-1], counts))
 
     def _listed(self, starts: Tensor, counts: Tensor) -> Tensor:
-        """Return `counts` entries of `indices` from each offset in `starts`, one list after the other."""
+        """Return `counts` entries of `indices` from each of `starts`, list after list."""
         counts = counts.flatten()
         entry = (starts.flatten() - (counts.cumsum(0) - counts)).repeat_interleave(counts)
         return self.indices[entry + torch.arange(entry.numel(), device=self.device)]

@@ -130,8 +130,7 @@ def _read_file(path: Path) -> Any:
         return storage.read_tensors(path)[0]
     try:
         with path.open("rb") as file, warnings.catch_warnings():
-            # For a protocol that torch.save does not write by default: the file is read or refused.
-            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            warnings.simplefilter("ignore")  # about the format: the file is read or refused
             # An open file, because for a path torch decides by its name and by its mmap defaults.
             with torch.serialization.safe_globals([Namespace]):  # of a command's options, which training scripts keep
                 return torch.load(file, map_location="cpu", mmap=False, weights_only=True)

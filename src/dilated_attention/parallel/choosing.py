@@ -122,7 +122,7 @@ def sums_of_blocks(
 
 
 def _misfit(q: Tensor, k: Tensor) -> str:
-    """Return why q and k cannot be of one call; "" if they can. Their lengths are compared later."""
+    """Return why q and k cannot be of one call; "" if they can."""
     try:
         checks.tensors(q, k, k, placed=True)
     except ValueError as error:
