@@ -80,7 +80,8 @@ SPILLED_BY_TRITON_3_9 = {Variant("sm_90", "forward", 128, "bf16", "union"): 16}
 def case(variant: Variant):
     marks = [] if variant in IN_MAKE_TEST else [pytest.mark.thorough]
     if variant in SPILLED_BY_TRITON_3_9 and Version(triton.__version__) >= Version("3.9"):
-        marks.append(pytest.mark.xfail(reason="spills with Triton 3.9", strict=True))
+        reason = f"Triton 3.9 spills {SPILLED_BY_TRITON_3_9[variant]} bytes"
+        marks.append(pytest.mark.xfail(reason=reason, strict=True))
     return pytest.param(variant, id=f"{variant.target} {variant.kernel} {variant.head_dim} {variant.call}", marks=marks)
 
 

@@ -501,7 +501,6 @@ def test_chooses_in_one_graph(which, compiling_python):
         from dilated_attention import block_sparse_attention
         from dilated_attention.routing import hierarchical_blocks, page_bounds, topk_blocks, topp_blocks
 
-
         def attend(q, k, choose, **ragged):
             return block_sparse_attention(q, k, k, choose(q, k, **ragged), **ragged)
 

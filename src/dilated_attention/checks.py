@@ -35,14 +35,14 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
         raise ValueError(
             f"k and v must have the same shape, but for head_dim; got {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or (not placed and q.shape[1] != k.shape[1]):
+    fits = placed or q.shape[1] == k.shape[1]
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or not fits:
         remedy = (
             ". For fewer queries than keys give q_start, the position of the first; cross-attention is not supported"
         )
         raise ValueError(
             f"q and k must agree in batch{'' if placed else ', seq'} and head_dim; got {tuple(q.shape)} and "
-            f"{tuple(k.shape)}, read as (batch, seq, heads, head_dim)"
-            f"{'' if placed or q.shape[1] == k.shape[1] else remedy}"
+            f"{tuple(k.shape)}, read as (batch, seq, heads, head_dim){'' if fits else remedy}"
         )
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"q and v must have head_dim of at least 1; got {tuple(q.shape)} and {tuple(v.shape)}")
@@ -115,7 +115,7 @@ def _integer_tensor(name: str, values: Any, wanted: str, number: int | None = No
     fits = values.dim() == 1 and (values.shape[0] > 0 if number is None else values.shape[0] == number)
     if not fits or values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name} must hold {wanted}; got {values.dtype} of shape {tuple(values.shape)}")
-    return values.long()  # PyTorch cannot compare wide unsigned integers
+    return values.long()  # wide unsigned integers cannot be compared
 
 
 def not_mapped(what: str, *tensors: Any) -> None:

@@ -30,6 +30,12 @@ def stable_topk(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return x.gather(-1, indices), indices
 
 
+def forced_topk(scores: Tensor, always: Tensor, allowed: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return `stable_topk` of scores: `always` entries first, those not `allowed` last, as -inf."""
+    scores = scores.nan_to_num(nan=0.0)  # finite: only the masks below are infinite
+    return stable_topk(scores.masked_fill(always, torch.inf).masked_fill(~allowed, -torch.inf), number)
+
+
 def slices(start: int, stop: int, scores: int) -> Iterator[slice]:
     """Yield slices that cover [start, stop), of at most `CHUNK` scores or one row; a row has `scores` scores."""
     step = max(1, CHUNK // max(1, scores))

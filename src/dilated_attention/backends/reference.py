@@ -238,7 +238,7 @@ def batch_counts(
             num_keys=columns.stop - columns.start, **of_branches,
         )  # fmt: skip
         phantoms[b, :, rows] = phantom_counts(*branches, is_causal=is_causal)
-    if key_padding_mask is not None:  # not in place: torch.func.vmap may map the mask
+    if key_padding_mask is not None:  # not in place: vmap may map the mask
         counts = counts * ~key_padding_mask.cpu()[:, None, None]
     return counts, phantoms if compat == "torchscale" else None
 

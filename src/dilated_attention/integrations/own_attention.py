@@ -87,7 +87,7 @@ class Shown(NotATensor):
         chunk: tokens per chunk, counted from each sample's first real token; None: no chunks.
         first_tokens: `(batch,)`, the position of each sample's first real token, from which its chunks are counted.
         samples: `(batch, seq)`, the number of the packed sample that each token belongs to; None: one sample per row.
-        places: `(batch, seq)`, the positions that the chunks of packed samples count; None: those in the row.
+        places: `(batch, seq)`, the positions by which chunks of packed samples are cut; None: those in the row.
         blocks: `(batch, seq)`, the number of the block (a prefix, an image) that each position lies in, -1 for none.
         q_start, k_start: the positions of the first query and of the first key.
         queries, keys: the number of queries and of keys; a static cache holds more keys than have been written.

@@ -737,8 +737,10 @@ class BlockLayout:
 
 
 def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | slice:
-    """Return the wanted numbers as an index; `slice(None)` for all of them in order."""
-    chosen = range(count) if wanted is None else checks.integers(name, wanted)
+    """Return the wanted numbers; `slice(None)` for all in order."""
+    if wanted is None:
+        return slice(None)
+    chosen = checks.integers(name, wanted)
     if not all(-count <= i < count for i in chosen):
         raise ValueError(f"{name} must lie in [0, {count}), the layout's own; got {list(chosen)}")
     return slice(None) if [i % count for i in chosen] == list(range(count)) else list(chosen)

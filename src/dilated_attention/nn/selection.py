@@ -27,7 +27,7 @@ from dilated_attention.mesh import context_group, held_mesh
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
-from dilated_attention.ranking import slices, stable_topk
+from dilated_attention.ranking import forced_topk, slices
 from dilated_attention.routing.operator import choosers, in_graph
 from dilated_attention.torch_internals import not_traced
 
@@ -78,9 +78,8 @@ class BlockChoice:
             always = block > own[at] - self.local
             if self.first:
                 always = always | (block == 0)
-            importance = self.importance(q[:, at], start + at.start * step, key, blocks).nan_to_num(nan=0.0)
-            ranked = importance.masked_fill(always, torch.inf).masked_fill(block > own[at], -torch.inf)
-            indices = stable_topk(ranked, min(self.number, blocks))[1]
+            importance = self.importance(q[:, at], start + at.start * step, key, blocks)
+            indices = forced_topk(importance, always, block <= own[at], min(self.number, blocks))[1]
             chosen.append(indices.masked_fill(indices > own[at], -1))
         return torch.cat(chosen, 2)
 

@@ -242,14 +242,14 @@ class CrossAttention(nn.Module):
         k, v = source.read(self)
         attend = partial(F.scaled_dot_product_attention, enable_gqa=self.heads[0] != self.heads[1])
         _, cu_seqlens = checks.ragged(x, None, cu_seqlens)
-        samples = x if cu_seqlens is None else checks.samples(x.shape[1], None, cu_seqlens)
-        if len(samples) != len(k) and (cu_seqlens is not None or len(k) != 1):
-            raise ValueError(f"source must have a row for each of {len(samples)} samples; got {len(k)}")
+        samples = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+        if len(k) != samples and (len(k) != 1 or cu_seqlens is not None):
+            raise ValueError(f"source must have a row for each of {samples} samples; got {len(k)}")
         if cu_seqlens is None:
             out = attend(q, k, v, mask)
         else:  # each its own source
             masks = [None] * len(k) if mask is None else mask.split(1)
-            rows = zip(samples, k.split(1), v.split(1), masks, strict=True)
+            rows = zip(checks.samples(x.shape[1], None, cu_seqlens), k.split(1), v.split(1), masks, strict=True)
             out = torch.cat([attend(q[:, :, at], *row) for (_, at), *row in rows], 2)
         return self.output(out.transpose(1, 2).flatten(-2))
 

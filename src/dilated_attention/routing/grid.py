@@ -66,7 +66,7 @@ class Candidates(BlockGrid):
     def once(self, key: Hashable, make: Callable[[Candidates], Any]) -> Any:
         """Return `make(self)`, computed in the first call with this key. Nobody may write to it."""
         if (found := self.made.get(key)) is None:
-            if len(self.made) >= 32:  # one for each seed or density of a schedule would fill the memory
+            if len(self.made) >= 32:  # a schedule has many
                 self.made.clear()
             found = self.made[key] = make(self)
         return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize, block_pair, check_share
-from dilated_attention.ranking import stable_topk
+from dilated_attention.ranking import forced_topk
 from dilated_attention.routing.estimates import extremes, part_means
 from dilated_attention.routing.grid import Blocks, Candidates, Keys, Queries, candidates
 from dilated_attention.torch_internals import without_autocast
@@ -85,9 +85,8 @@ class LearnedRouter(nn.Module):
     def forward(self, q: Queries, k: Keys) -> BlockLayout:
         grid = self._grid(q, k)
         budget = grid.budget(self.density)
-        score = self._scores(q, k, grid).nan_to_num(nan=0.0)  # finite: only the masks below are infinite
-        score = score.masked_fill(~grid.allowed, -math.inf).masked_fill(grid.always, math.inf)
-        order = stable_topk(score, int(budget.max()))[1]
+        seen = grid.allowed | grid.always
+        order = forced_topk(self._scores(q, k, grid), grid.always, seen, int(budget.max()))[1]
         order = order.masked_fill(torch.arange(order.shape[-1], device=q.device) >= budget[:, None], -1)
         size = grid.q_block, grid.k_block
         return BlockLayout.from_topk(order, size, seq_len=grid.seq_len, is_causal=self.is_causal)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
-from dilated_attention.ranking import stable_topk
+from dilated_attention.ranking import forced_topk
 from dilated_attention.routing.estimates import Sample, estimated_shares, extremes, pooled_queries
 from dilated_attention.routing.grid import Candidates, Keys, Options, Queries, candidates
 from dilated_attention.routing.operator import selector
@@ -172,11 +172,10 @@ class PageBounds:
         key = self.bounds[:, :, None, : self.pages].to(dtype)
         query = _signed(q.transpose(1, 2).to(dtype)).unflatten(1, (kv_heads, -1))
         with without_autocast(q):
-            bound = (query @ key.mT).flatten(1, 2).nan_to_num_(nan=0.0)  # finite: only the masks below are infinite
+            bound = (query @ key.mT).flatten(1, 2)
         own = (torch.arange(self.seq_len - new, self.seq_len, device=q.device) // self.page_size)[:, None]
         page = torch.arange(self.pages, device=q.device)
-        bound = bound.masked_fill(page == own, torch.inf).masked_fill(page > own, -torch.inf)
-        values, pages = stable_topk(bound, min(number, self.pages))
+        values, pages = forced_topk(bound, page == own, page <= own, min(number, self.pages))
         return pages[:, :, 0] if new == 1 else pages.masked_fill(values == -torch.inf, -1)
 
 
