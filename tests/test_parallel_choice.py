@@ -38,12 +38,9 @@ def selectors(is_causal):
         "topk": partial(routing.topk_blocks, density=0.3, **options),
         "topk, KV heads": partial(routing.topk_blocks, density=0.3, per_kv_head=True, **options),
         "topp": partial(routing.topp_blocks, mass=0.6, **options),
-        "pages": partial(routing.page_bounds, density=0.3, page_size=4, **options),
         "sampled": partial(routing.sampled_blocks, density=0.3, **options),
         "two stages": partial(routing.hierarchical_blocks, density=0.3, region=2, **options),
         "hashes": partial(routing.lsh_blocks, density=0.3, **options),
-        "lines": partial(routing.vertical_slash, density=0.3, **options),
-        "antidiagonals": partial(routing.antidiagonal_blocks, density=0.3, stride=4, **options),
         "one list": lambda q, k: BlockLayout.local(q.shape[1], 20, **options),
     }
 
@@ -243,10 +240,8 @@ def drawn(seed):
             [
                 partial(routing.topk_blocks, density=density, **options, **shared),
                 partial(routing.topp_blocks, mass=draw.choice([0.3, 0.9]), **options, **shared),
-                partial(routing.page_bounds, density=density, page_size=block[1], **options),
                 partial(routing.sampled_blocks, density=density, **options, **shared),
                 partial(routing.hierarchical_blocks, density=density, region=2, **options),
-                partial(routing.vertical_slash, density=density, **options),
             ]
         )
         tensors = [torch.randn(batch, seq_len, n, 8, dtype=torch.float64) for n in (heads, kv_heads, kv_heads, heads)]

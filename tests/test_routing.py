@@ -76,9 +76,6 @@ def routers(block_size, is_causal):
         "hierarchical": lambda q, k: routing.hierarchical_blocks(q, k, 0.3, region=2, breadth=1.5, **options),
         "lsh": lambda q, k: routing.lsh_blocks(q, k, 0.3, num_hashes=8, num_bits=4, **options),
         "buckets": lambda q, k: routing.lsh_blocks(q, k, num_hashes=1, num_bits=4, **options),
-        "antidiagonal": lambda q, k: routing.antidiagonal_blocks(q, k, 0.3, **options),
-        "vertical and slash": lambda q, k: routing.vertical_slash(q, k, 0.3, **options),
-        "pages": lambda q, k: routing.page_bounds(q, k, 0.3, page_size=8, **options),
         "learned": lambda q, k: learned(q.shape[2], k.shape[2], q.shape[3], q.dtype, **options)(q, k),
     }
 
@@ -117,7 +114,7 @@ def test_layouts_are_well_formed(name, seq_len, block_size, heads, kv_heads, is_
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block_size", [1, 3, (2, 64), (64, 4)], ids=str)
-@pytest.mark.parametrize("name", ["topk", "topp", "hierarchical", "lsh", "vertical and slash", "learned"])
+@pytest.mark.parametrize("name", ["topk", "topp", "hierarchical", "lsh", "learned"])
 def test_small_blocks(name, block_size, is_causal):
     """Fewer tokens than the estimate takes parts of a query block, or peaks of a key block."""
     q, k = make(130, 2, 1)
@@ -242,7 +239,7 @@ class LargestResult(TorchDispatchMode):
         return found
 
 
-SLICED = {name: routers(4, False)[name] for name in ("topk", "topp", "hierarchical", "vertical and slash")}
+SLICED = {name: routers(4, False)[name] for name in ("topk", "topp", "hierarchical")}
 SLICED |= {f"causal {name}": routers(4, True)[name] for name in SLICED}
 for causal in (False, True):  # they hold num_hashes * 2**num_bits numbers for each block
     hashes = partial(routing.lsh_blocks, block_size=4, is_causal=causal)
@@ -282,19 +279,17 @@ def test_chosen_blocks_carry_the_attention(seed, is_causal):
         "sampled": captured(share, routing.sampled_blocks(q, k, 0.1, **options)),
         "lsh": captured(share, routing.lsh_blocks(q, k, 0.1, **options)),
         "hierarchical": captured(share, routing.hierarchical_blocks(q, k, 0.1, region=4, **options)),
-        "antidiagonal": captured(share, routing.antidiagonal_blocks(q, k, 0.1, **options)),
-        "pages": captured(share, routing.page_bounds(q, k, 0.1, **options)),
     }
     # a causal choice cannot foresee a change of topic, which one row in eight holds here, and keeps the diagonal
     least = (
-        {"topk": 0.7, "sampled": 0.7, "lsh": 0.5, "hierarchical": 0.7, "antidiagonal": 0.5, "pages": 0.65}
+        {"topk": 0.7, "sampled": 0.7, "lsh": 0.5, "hierarchical": 0.7}
         if is_causal
-        else {"topk": 0.97, "sampled": 0.97, "lsh": 0.85, "hierarchical": 0.97, "antidiagonal": 0.8, "pages": 0.95}
+        else {"topk": 0.97, "sampled": 0.97, "lsh": 0.85, "hierarchical": 0.97}
     )
     assert all(got[name] >= least[name] for name in least), got
 
 
-@pytest.mark.parametrize("name", ["topk", "topp", "sampled", "lsh", "antidiagonal", "vertical and slash", "pages"])
+@pytest.mark.parametrize("name", ["topk", "topp", "sampled", "lsh"])
 def test_a_causal_choice_follows_heads_of_distances(name):
     """Scores of two heads that depend on the distance alone, largest at 0 and at 600 tokens back."""
     position, frequency = torch.arange(2048.0), 1.3 ** -torch.arange(16.0)
@@ -308,11 +303,8 @@ def test_a_causal_choice_follows_heads_of_distances(name):
         "topp": lambda: routing.topp_blocks(q, k, 0.5, block_size=32, is_causal=True),
         "sampled": lambda: routing.sampled_blocks(q, k, 0.15, block_size=32, is_causal=True),
         "lsh": lambda: routing.lsh_blocks(q, k, 0.15, block_size=32, is_causal=True),
-        "antidiagonal": lambda: routing.antidiagonal_blocks(q, k, 0.15, block_size=32, is_causal=True),
-        "vertical and slash": lambda: routing.vertical_slash(q, k, 0.15, block_size=32, is_causal=True),
-        "pages": lambda: routing.page_bounds(q, k, 0.15, block_size=32, is_causal=True),
     }[name]
-    assert captured(share, route()) > (0.85 if name == "vertical and slash" else 0.9)
+    assert captured(share, route()) > 0.9
 
 
 def test_who_samples_every_query_chooses_the_best_blocks():
@@ -487,7 +479,7 @@ def test_scores_that_overflow(name, block_size, is_causal):
                     assert torch.equal(layout.dense_mask()[..., :160, :], before)
 
 
-@pytest.mark.parametrize("name", ["topk", "topp", "lsh", "buckets", "vertical and slash", "learned"])
+@pytest.mark.parametrize("name", ["topk", "topp", "lsh", "buckets", "learned"])
 @pytest.mark.parametrize("block_size", [16, (16, 4), (6, 4), (4, 16)], ids=str)
 def test_how_many_tokens_follow_changes_no_choice(name, block_size):
     q, k = make(64, 2, 1)
@@ -624,16 +616,16 @@ BAD = [
     (r"density must lie in \(0, 1\], got 1.1", lambda: routing.hierarchical_blocks(Q, K, 1.1)),
     (r"mass must lie in \(0, 1\], got 0", lambda: routing.topp_blocks(Q, K, 0.0)),
     (r"density must lie in \(0, 1\], got None", lambda: routing.topk_blocks(Q, K, None)),
-    (r"density must lie in \(0, 1\], got 'a'", lambda: routing.vertical_slash(Q, K, "a")),
+    (r"density must lie in \(0, 1\], got 'a'", lambda: routing.topk_blocks(Q, K, "a")),
     (r"mass must lie in \(0, 1\], got '0.5'", lambda: routing.topp_blocks(Q, K, "0.5")),
     ("q must be a torch.Tensor; got NoneType", lambda: routing.topk_blocks(None, K, 0.1)),
     ("k must be a torch.Tensor; got list", lambda: routing.topk_blocks(Q, k=[1], density=0.1)),
-    ("q must have a floating dtype; got torch.int64", lambda: routing.antidiagonal_blocks(Q.long(), K, 0.1)),
+    ("q must have a floating dtype; got torch.int64", lambda: routing.sampled_blocks(Q.long(), K, 0.1)),
     ("q and k must have one length, heads, and values to read; got .* on meta",
      lambda: routing.topk_blocks(Q.to("meta"), K.to("meta"), 0.1)),
     ("must be on one device; got k on meta", lambda: LearnedRouter(4, 8, 0.1)(Q, K.to("meta"))),
     ("q must be a torch.Tensor; got NoneType", lambda: LearnedRouter(4, 8, 0.1)(None, K)),
-    ("scale must be a finite number.*got nan", lambda: routing.page_bounds(Q, K, 0.1, scale=math.nan)),
+    ("scale must be a finite number.*got nan", lambda: routing.sampled_blocks(Q, K, 0.1, scale=math.nan)),
     ("scale must be a finite number.*got 'a'", lambda: routing.topp_blocks(Q, K, 0.5, scale="a")),
     ("heads of k and v must divide .*; got 4 query and 0 key", lambda: routing.topk_blocks(Q, K[:, :, :0], 0.1)),
     (r"one length, .*; got \(2, 64, 4, 8\) and \(2, 63, 2, 8\)", lambda: routing.topk_blocks(Q, K[:, 1:], 0.1)),

@@ -1,4 +1,4 @@
-"""Antidiagonal sums, columns and diagonals, bounds of pages, the indexer: against their definitions in loops."""
+"""Pages, the indexer, lists of a call: against their definitions in loops."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from dilated_attention import (
     routing,
 )
 from dilated_attention.decoding import listed_attention
-from dilated_attention.routing import antidiagonal, forecast, lines, pages
-from dilated_attention.routing.estimates import estimated_shares
+from dilated_attention.routing import forecast
 from dilated_attention.routing.grid import candidates
-
-SHAPES = [(37, (8, 16), 4, 2), (40, 8, 1, 1), (5, 8, 2, 1), (45, (16, 8), 2, 2)]  # seq_len, block_size, heads, kv_heads
 
 
 def make(seq_len, heads, kv_heads, head_dim=4):
@@ -36,18 +33,6 @@ def head_pairs(q, k):
     for sample in range(len(q)):
         for head in range(q.shape[2]):
             yield sample, head, q[sample, :, head], k[sample, :, head // group]
-
-
-def queries_of(row, grid):
-    """The tokens that speak for a query block: its own, or when causal those that end at its first one."""
-    start = row * grid.q_block
-    if grid.is_causal:
-        return list(range(start - grid.q_block + 1, start + 1)) if row else []
-    return list(range(start, min(start + grid.q_block, grid.seq_len)))
-
-
-def padded(x, tokens):
-    return torch.stack([x[t] if 0 <= t < len(x) else torch.zeros_like(x[0]) for t in tokens])
 
 
 def test_a_forecast_sees_an_attention_sink():
@@ -67,7 +52,7 @@ def test_a_forecast_sees_an_attention_sink():
     assert difference.max() < 0.4
 
 
-@pytest.mark.parametrize("choose", [routing.topk_blocks, routing.page_bounds, routing.lsh_blocks])
+@pytest.mark.parametrize("choose", [routing.topk_blocks, routing.lsh_blocks])
 def test_mapped_tensors_are_refused(choose):
     q = torch.randn(2, 1, 64, 2, 8)
     with pytest.raises(UnsupportedError, match=f"{choose.__name__} under torch.func.vmap.*part of the batch"):
@@ -76,86 +61,10 @@ def test_mapped_tensors_are_refused(choose):
         torch.func.vmap(torch.func.grad(lambda q: (q * choose(q, q, 0.5, block_size=16).nnz).sum()))(q)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("seq_len", "block_size", "heads", "kv_heads"), SHAPES)
-def test_antidiagonal_sums(seq_len, block_size, heads, kv_heads, is_causal):
-    q, k, _ = make(seq_len, heads, kv_heads)
-    grid, stride = candidates(q, k, block_size=block_size, is_causal=is_causal), 4
-    found = torch.cat([share for _, share in estimated_shares(antidiagonal._pieces(q, k, grid, stride), grid)], 2)
-    expected = torch.zeros_like(found)
-    for sample, head, queries, keys in head_pairs(q, k):
-        for row in range(grid.rows):
-            tokens = queries_of(row, grid)
-            may = [c for c in range(grid.columns) if bool(grid.allowed[row, c])]
-            starts = [y for c in may for y in range(c * grid.k_block, (c + 1) * grid.k_block, stride) if y < seq_len]
-            xs = tokens[::stride]
-            for x in xs if starts else []:
-                piece = padded(queries, range(x, x + stride))
-                scores = [
-                    grid.scale / stride * sum(piece[stride - 1 - i] @ other[i] for i in range(stride))
-                    for other in (padded(keys, range(y, y + stride)) for y in starts)
-                ]
-                for y, p in zip(starts, torch.stack(scores).softmax(0), strict=True):
-                    expected[sample, head, row, y // grid.k_block] += p / len(xs)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("seq_len", "block_size", "heads", "kv_heads"), SHAPES)
-def test_columns_and_diagonals(seq_len, block_size, heads, kv_heads, is_causal, monkeypatch):
-    q, k, _ = make(seq_len, heads, kv_heads)
-    grid = candidates(q, k, block_size=block_size, is_causal=is_causal)
-    own = [row * grid.q_block // grid.k_block for row in range(grid.rows)]
-    expected = torch.zeros(2, heads, grid.rows, grid.columns, dtype=torch.float64)
-
-    def mean(found, row):
-        weight = {i: lines.KEPT ** (row - i) if is_causal else 1.0 for i in found}
-        return sum(weight[i] * x for i, x in found.items()) / sum(weight.values())
-
-    for sample, head, queries, keys in head_pairs(q, k):
-        shares = []
-        for row in range(grid.rows):
-            t = row * grid.q_block
-            seen = keys[: t + 1] if is_causal else keys
-            p = (grid.scale * seen @ queries[t]).softmax(0)
-            shares.append([p[c * grid.k_block : (c + 1) * grid.k_block].sum() for c in range(grid.columns)])
-        for row in range(grid.rows):
-            known = range(row + 1) if is_causal else range(grid.rows)
-            for c in range(own[row] + 1 if is_causal else grid.columns):
-                vertical = {i: shares[i][c] for i in known if not is_causal or own[i] >= c}
-                at = {i: own[i] - own[row] + c for i in known}
-                slash = {i: shares[i][j] for i, j in at.items() if 0 <= j < grid.columns}
-                expected[sample, head, row, c] = max(mean(vertical, row), mean(slash, row))
-    for chunk in (2**24, 1):
-        monkeypatch.setattr(ranking, "CHUNK", chunk)
-        found = torch.cat([score for _, score in lines.line_scores(q, k, grid)], 2)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    grid = candidates(q, k, block_size=block_size, is_causal=is_causal, per_kv_head=True)
-    of_groups = torch.cat([score for _, score in lines.line_scores(q, k, grid)], 2)
-    assert of_groups.shape[1] == kv_heads
-
-
 def naive_bound(query, page):
     return sum(
         max(float(a * low), float(a * high)) for a, low, high in zip(query, page.amin(0), page.amax(0), strict=True)
     )
-
-
-def test_bounds_of_pages():
-    q, k, _ = make(37, 2, 1)
-    grid = candidates(q, k, block_size=(8, 16))
-    sample = pages._pages(q, k, grid, 4)
-    share = torch.cat([x for _, x in estimated_shares(sample, grid)], 2)
-    query, weight, bounds = sample.query.unflatten(1, (grid.rows, -1)), sample.weight, sample.key
-    assert bounds.shape[1] == 10  # pages with a token
-    for number, row, part in ((0, 0, 0), (1, 4, 1)):
-        assert weight[row, part] > 0
-        for page in range(10):
-            signed = query[number, row, part, 1]
-            expected = naive_bound(signed.chunk(2)[0] + signed.chunk(2)[1], k[number, page * 4 : page * 4 + 4, 0])
-            found = signed @ bounds[number, page, 0]
-            assert abs(float(found) - expected) < 1e-12
-    torch.testing.assert_close(share.sum(-1), torch.ones_like(share.sum(-1)))
 
 
 def test_decoding_by_pages():
@@ -370,8 +279,6 @@ PAGES, FULL_PAGES = routing.PageBounds(), routing.PageBounds()
 FULL_PAGES.append(K)
 LISTS = torch.zeros(1, 1, 2, dtype=torch.int64)
 BAD = [
-    ("stride=5 must divide both block sizes, 128 and 128", lambda: routing.antidiagonal_blocks(Q, K, 0.1, stride=5)),
-    ("page_size=5 must divide the size of a key block, 128", lambda: routing.page_bounds(Q, K, 0.1, page_size=5)),
     ("page_size must be a positive integer; got 0", lambda: routing.PageBounds(0)),
     ("page_size must be a positive integer; got 1.5", lambda: routing.PageBounds(1.5)),
     ("no keys to choose among; append", lambda: PAGES.best(Q[:, -1:], 1)),
@@ -386,7 +293,6 @@ BAD = [
      lambda: FULL_PAGES.append(K.expand(2, -1, -1, -1))),
     (r"k must have the batch, .*; got torch.float32 of shape \(1, 64, 4, 8\)", lambda: FULL_PAGES.append(Q)),
     ("k must have the batch, .* and dtype .*; got torch.float64", lambda: FULL_PAGES.append(K.double())),
-    (r"density must lie in \(0, 1\], got 2", lambda: routing.vertical_slash(Q, K, 2.0)),
     ("top_k must be a positive integer; got 0", lambda: routing.Indexer(8, top_k=0)),
     ("q and k must have the batch and seq of x", lambda: routing.Indexer(8).loss(torch.zeros(1, 63, 8), Q, K)),
     ("scale must be a finite number.*got nan",
@@ -433,9 +339,6 @@ RAGGED = {
     "topp": partial(routing.topp_blocks, mass=0.8),
     "sampled": partial(routing.sampled_blocks, density=0.4),
     "hashes": partial(routing.lsh_blocks, density=0.4),
-    "antidiagonals": partial(routing.antidiagonal_blocks, density=0.4, stride=4),
-    "lines": partial(routing.vertical_slash, density=0.4),
-    "pages": partial(routing.page_bounds, density=0.4, page_size=4),
     "two stages": partial(routing.hierarchical_blocks, density=0.4, region=2),
 }
 
@@ -499,7 +402,7 @@ def test_chooses_in_one_graph(which, compiling_python):
         import torch
         from functools import partial
         from dilated_attention import block_sparse_attention
-        from dilated_attention.routing import hierarchical_blocks, page_bounds, topk_blocks, topp_blocks
+        from dilated_attention.routing import hierarchical_blocks, sampled_blocks, topk_blocks, topp_blocks
 
         def attend(q, k, choose, **ragged):
             return block_sparse_attention(q, k, k, choose(q, k, **ragged), **ragged)
@@ -517,7 +420,7 @@ def test_chooses_in_one_graph(which, compiling_python):
 
         length = torch.export.Dim("length", min=64, max=4096)
         for choose, strict in (
-            (partial(page_bounds, density=0.3, block_size=32, scale=-0.5), which == 1),
+            (partial(sampled_blocks, density=0.3, block_size=32, scale=-0.5), which == 1),
             (partial(hierarchical_blocks, density=0.3, block_size=16, is_causal=True), which == 0),
         ):
             layer = Attention(choose)

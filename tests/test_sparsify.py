@@ -14,7 +14,7 @@ from dilated_attention import BlockLayout, attention_weights
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks
 from dilated_attention.integrations.huggingface import NAME, dilate, report, sparsify, visibility
 from dilated_attention.integrations.own_attention import Shown
-from dilated_attention.routing import topk_blocks, topp_blocks, vertical_slash
+from dilated_attention.routing import sampled_blocks, topk_blocks, topp_blocks
 from transformers_families import build
 
 TOKENS = 43
@@ -65,7 +65,7 @@ def test_layers_that_are_not_named_attention(tokens):
     assert report(model).count("of the blocks, which hold") == 2
 
 
-@pytest.mark.parametrize("selector", [SOME, partial(vertical_slash, density=0.3, block_size=4)])
+@pytest.mark.parametrize("selector", [SOME, partial(sampled_blocks, density=0.3, block_size=4)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attends_to_the_chosen_blocks(selector, is_causal, sinks):

@@ -18,21 +18,19 @@ that query itself. It chooses among the key blocks that end there or earlier; th
 (the diagonal) are always listed. The mean query that selects the peaks of a key block is taken over all queries up to
 the first query block that may choose that key block.
 
-**Forecast.** A causal estimate therefore describes the block before; and some heads attend to certain tokens, others
-at certain distances. In all functions but hierarchical_blocks and vertical_slash the shares are a mixture of three
-forecasts: the estimate as it is; the estimate moved along by one block; and the mean share at each distance so far. For
-a few earlier tokens, the softmax over some of their keys is computed, O(seq_len) scores in all. This softmax gives the
-shares by distance and, for each head and row, the weights of the mixture: a forecast's weight is ∝ prior *
-exp(`FORECAST_RATE` * m), with m the part of that softmax on the blocks that the forecast alone would have listed. This
-is the exponentially weighted average forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games, ch. 2).
+**Forecast.** A causal estimate therefore describes the block before; and some heads attend to certain tokens, others at
+certain distances. In all functions but hierarchical_blocks the shares are a mixture of three forecasts: the estimate as
+it is; the estimate moved along by one block; and the mean share at each distance so far. For a few earlier tokens, the
+softmax over some of their keys is computed, O(seq_len) scores in all. This softmax gives the shares by distance and,
+for each head and row, the weights of the mixture: a forecast's weight is ∝ prior * exp(`FORECAST_RATE` * m), with m the
+part of that softmax on the blocks that the forecast alone would have listed. This is the exponentially weighted average
+forecaster (Cesa-Bianchi and Lugosi 2006, Prediction, Learning, and Games, ch. 2).
 """
 
-from dilated_attention.routing.antidiagonal import antidiagonal_blocks
 from dilated_attention.routing.hashing import lsh_blocks
 from dilated_attention.routing.indexer import Indexer
 from dilated_attention.routing.learned import LearnedRouter
-from dilated_attention.routing.lines import vertical_slash
-from dilated_attention.routing.pages import PageBounds, page_bounds
+from dilated_attention.routing.pages import PageBounds
 from dilated_attention.routing.selectors import (
     density_schedule,
     hierarchical_blocks,
@@ -45,13 +43,10 @@ __all__ = [
     "Indexer",
     "LearnedRouter",
     "PageBounds",
-    "antidiagonal_blocks",
     "density_schedule",
     "hierarchical_blocks",
     "lsh_blocks",
-    "page_bounds",
     "sampled_blocks",
     "topk_blocks",
     "topp_blocks",
-    "vertical_slash",
 ]

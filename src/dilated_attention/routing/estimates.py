@@ -10,7 +10,7 @@ Throughout, a row is a query block, a column is a key block, and B, N, H and D a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,15 +29,13 @@ class Sample(NamedTuple):
     """Hold the queries and keys that represent the tokens of each block.
 
     Attributes:
-        query: `(batch, rows * parts * joined, heads, head_dim)`: `parts` queries per row (query block), row by row.
+        query: `(batch, rows * parts, heads, head_dim)`: `parts` queries per row (query block), row by row.
         weight: `(rows, parts)`, the weight of each query in its row's share.
-        key: `(batch, columns * peaks * joined, kv_heads, head_dim)`: `peaks` keys per column (key block), or fewer
-            where the last block has fewer.
+        key: `(batch, columns * peaks, kv_heads, head_dim)`: `peaks` keys per column (key block), or fewer where the
+            last block has fewer.
         peaks: the number of keys per block.
         scale: the factor of the scores.
         logarithm: `(columns, peaks)`, the logarithm of how many tokens each key represents; None: one token each.
-        joined: how many tokens are concatenated into one query (in reverse order), and into one key. Missing tokens
-            count as zeros.
     """
 
     query: Tensor
@@ -46,29 +44,13 @@ class Sample(NamedTuple):
     peaks: int
     scale: float
     logarithm: Tensor | None = None
-    joined: int = 1
 
 
 def estimated_shares(x: Sample, grid: Candidates) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows with their estimated shares (B, lists, rows of the slice, columns), for all rows. `x` may
-    leave out the first ones, whose shares are 0."""
-    skipped = grid.rows - len(x.weight)
-    seen = (grid.choices * x.peaks).clamp(max=-(-x.key.shape[1] // x.joined))
-    seen = seen[skipped:, None].expand(x.weight.shape)
-    none = x.query.new_zeros(len(x.query), x.query.shape[2], skipped, grid.columns, dtype=grid.dtype)
-    for at, share in behind(none, shares(x, seen, grid.columns)):
+    """Yield slices of rows with their estimated shares (B, lists, rows of the slice, columns), for all rows."""
+    seen = (grid.choices * x.peaks).clamp(max=x.key.shape[1])[:, None].expand(x.weight.shape)
+    for at, share in shares(x, seen, grid.columns):
         yield at, grid.by_list(share)
-
-
-def behind(none: Tensor, found: Iterable[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows with their shares, first those of `none`, (B, H, rows, columns)."""
-    stop, skipped = 0, none.shape[2]
-    for at, share in found:
-        share = torch.cat([none, share], 2) if skipped and not at.start else share
-        start, stop = stop, at.stop + skipped
-        yield slice(start, stop), share
-    if not stop:
-        yield slice(0, skipped), none
 
 
 def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
@@ -85,10 +67,9 @@ def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tenso
     held = max(1, ranking.CHUNK // (scores * parts * x.peaks))
     for at in ranking.slices(0, rows, 4 * scores):
         if fast:
-            query = x.query[:, at.start * parts * x.joined :]
+            query = x.query[:, at.start * parts :]
             yield at, compiled.shares(
-                query, x.key, x.weight[at], seen[at], columns, x.peaks, logarithm=x.logarithm, joined=x.joined,
-                scale=x.scale,
+                query, x.key, x.weight[at], seen[at], columns, x.peaks, logarithm=x.logarithm, scale=x.scale,
             )  # fmt: skip
         else:
             found = [_shares(x, inner, seen[inner], columns, most) for inner, most in pieces(seen[at], held, at.start)]
@@ -99,10 +80,11 @@ def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tens
     """Return `shares` of the rows (query blocks) `at`, by tensor operations; no row may see more than `most` keys."""
     parts, peaks = x.weight.shape[1], x.peaks
     dtype, reached = torch.promote_types(x.query.dtype, torch.float32), -(-most // peaks)
-    query = _joined(x.query, slice(at.start * parts, at.stop * parts), x.joined, turned=True).to(dtype) * x.scale
+    query = x.query[:, at.start * parts : at.stop * parts].to(dtype) * x.scale
     query = query.unflatten(2, (x.key.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     # peaks before columns, so that the sum over a block's keys runs over whole vectors
-    key = _joined(x.key, slice(0, reached * peaks), x.joined, turned=False).to(dtype)
+    key = x.key[:, : reached * peaks].to(dtype)
+    key = F.pad(key, (0, 0, 0, 0, 0, reached * peaks - key.shape[1]))
     key = key.unflatten(1, (reached, peaks)).permute(0, 3, 2, 1, 4).flatten(2, 3)
     logits = (query @ key.mT).view(len(query), -1, at.stop - at.start, parts, peaks, reached)
     if x.logarithm is not None:
@@ -152,15 +134,6 @@ def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: i
         yield slice(start, stop), share_of_blocks(logits, weight).flatten(2, 3)[:, :, : stop - start]
 
 
-def _joined(x: Tensor, at: slice, joined: int, *, turned: bool) -> Tensor:
-    """Join each `joined` neighbouring tokens of x (B, N, H, D), in reverse order if `turned`, to a vector; return
-    vectors `at`, (B, vectors, H, ...). Tokens that are missing at the end count as zeros."""
-    first, last = at.start * joined, at.stop * joined
-    some = x[:, first:last]
-    rows = F.pad(some, (0, 0, 0, 0, 0, last - first - some.shape[1])).unflatten(1, (at.stop - at.start, joined))
-    return (rows.flip(2) if turned and joined > 1 else rows).transpose(2, 3).flatten(3)
-
-
 def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int]]:
     """Yield slices of at most `most` rows, numbered from `first`, each with the largest number of keys that one of its
     rows sees (at least 1). `seen`: how many each row sees, not decreasing; where it grows, a slice has at most an
@@ -185,7 +158,7 @@ def share_of_blocks(logits: Tensor, weight: Tensor) -> Tensor:
 def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
     """Return the queries and keys that represent the blocks: means of queries, keys with high scores, and the mean of
     the other keys, as the docstring of `routing` describes under "Estimate"."""
-    query, weight = pooled_queries(q, grid, QUERY_PARTS)
+    query, weight = pooled_queries(q, grid)
     # The peaks of a key block score highest along its direction, the mean query of each KV head. When causal, it is the
     # mean over the query blocks up to the first one that may choose the key block. (B, columns or 1, kv_heads, D)
     rows = (
@@ -209,16 +182,16 @@ def peak_counts(grid: Candidates, peaks: int) -> Tensor:
     return torch.cat([peak_count, (present - peaks).clamp(min=0)[:, None]], 1).to(grid.dtype)
 
 
-def pooled_queries(q: Tensor, grid: Candidates, parts: int) -> tuple[Tensor, Tensor]:
+def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
     """Return the pooled queries of each query block, (B, rows, parts, H, D), and the weight of each, (rows, parts):
     means of parts of the block, or, when causal, of the q_block queries up to its first one, and that one itself."""
-    query, size = part_means(q, grid, grid.q_block, parts, before=grid.is_causal)
+    query, size = part_means(q, grid, grid.q_block, QUERY_PARTS, before=grid.is_causal)
 
     def weights(grid: Candidates) -> Tensor:
         share = size.clamp(max=1) if grid.is_causal else size  # parts count equally
         return share.to(grid.dtype) / share.sum(-1, keepdim=True)
 
-    return query.to(grid.dtype), grid.once(("part weights", parts), weights)
+    return query.to(grid.dtype), grid.once("part weights", weights)
 
 
 def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor, Tensor, Tensor]:

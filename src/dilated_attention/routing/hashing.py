@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from dilated_attention import checks, ranking
 from dilated_attention.kernels.cpu import estimates as compiled
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockSize
-from dilated_attention.routing.estimates import behind, block_peaks, in_blocks, part_means, peak_counts
+from dilated_attention.routing.estimates import block_peaks, in_blocks, part_means, peak_counts
 from dilated_attention.routing.grid import Candidates, Keys, Queries, candidates, is_compiled
 from dilated_attention.routing.operator import selector
 from dilated_attention.routing.selectors import largest_shares
@@ -77,7 +77,7 @@ def lsh_blocks(
         each = real / (real.sum(-1, keepdim=True).clamp(min=1) * num_hashes)
         met = hashes.weights(queries, centre_q, each)
         none = met.new_zeros(*met.shape[:2], grid.rows - met.shape[2], grid.columns)
-        return largest_shares(q, k, density, grid, behind(none, _shares(met, centre_q, k, hashes, grid)))
+        return largest_shares(q, k, density, grid, _behind(none, _shares(met, centre_q, k, hashes, grid)))
     met = hashes.weights(queries, centre_q, real)  # (B, H, rows, hashes * buckets); when causal without row 0
     means, sizes = part_means(k, grid, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
@@ -93,6 +93,17 @@ def lsh_blocks(
             yield at, collisions, torch.maximum(active.sum(-1), grid.least()[at])
 
     return grid.layout_of(rows())
+
+
+def _behind(none: Tensor, found: Iterable[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of rows with their shares, first those of `none`, (B, H, rows, columns)."""
+    stop, skipped = 0, none.shape[2]
+    for at, share in found:
+        share = torch.cat([none, share], 2) if skipped and not at.start else share
+        start, stop = stop, at.stop + skipped
+        yield slice(start, stop), share
+    if not stop:
+        yield slice(0, skipped), none
 
 
 def _queries(q: Tensor, grid: Candidates, step: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,71 +1,30 @@
-"""Choose blocks by upper bounds of the scores in pages of keys, for decoding with a cache and for whole sequences."""
+"""Choose pages of a cache by upper bounds of their scores, for decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.layout import BlockLayout
 from dilated_attention.ranking import forced_topk
-from dilated_attention.routing.estimates import Sample, estimated_shares, extremes, pooled_queries
-from dilated_attention.routing.grid import Candidates, Keys, Options, Queries, candidates
-from dilated_attention.routing.operator import selector
-from dilated_attention.routing.selectors import largest_shares
+from dilated_attention.routing.estimates import extremes
 from dilated_attention.torch_internals import without_autocast
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-PAGE_QUERY_PARTS = 3  # bounds are loose: more choose hardly better
-
-
-@selector
-def page_bounds(q: Queries, k: Keys, density: float, *, page_size: int = 16, **options: Unpack[Options]) -> BlockLayout:
-    """Choose blocks by upper bounds of the scores in pages of keys (Quest, arXiv:2406.10774).
-
-    Each query block gets as many key blocks as in `topk_blocks`.
-
-    A page is a run of `page_size` neighbouring keys. With low and high the least and the greatest value of each
-    component in a page,
-
-        max_{k in page} q·k  <=  Σ_d max(q_d low_d, q_d high_d).
-
-    share(i, J) is the mean over the pooled queries of block i, those of its thirds, of the softmax of the bound over
-    all pages, summed over the pages of J. A bound can lie far above every score, especially in large pages. To decode
-    one token at a time with a cache, as the paper does, see `PageBounds`.
-
-    Args:
-        page_size: the number of keys per page; it must divide the size of a key block.
-
-    Everything else is as in `topk_blocks`.
-
-    Examples:
-        >>> from dilated_attention.routing import page_bounds
-        >>> q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
-        >>> k[:, 16:32] = 2.0  # the keys of block 1 get nearly all the attention
-        >>> layout = page_bounds(q, k, density=0.5, page_size=8, block_size=16)
-        >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
-        tensor([True, True, True, True])
-    """
-    grid = candidates(q, k, **options)
-    page_size = checks.positive("page_size", page_size)
-    if grid.k_block % page_size:
-        raise ValueError(f"page_size={page_size} must divide the size of a key block, {grid.k_block}")
-    return largest_shares(q, k, density, grid, estimated_shares(_pages(q, k, grid, page_size), grid))
 
 
 class PageBounds:
     """Keep the least and greatest components of each page's keys up to date as new keys arrive, for decoding.
 
-    `append` takes the keys of new tokens; `best` returns the pages that a query should see, by the bound of
-    `page_bounds`; `decoding.listed_attention` reads only those. For each page and KV head two vectors of head_dim are
-    kept; and, for `crop`, the keys of the newest two pages.
+    A page is a run of `page_size` neighbouring keys. With low and high the least and the greatest value of each
+    component in a page (Quest, arXiv:2406.10774),
+
+        max_{k in page} q·k  <=  Σ_d max(q_d low_d, q_d high_d).
+
+    `append` takes the keys of new tokens; `best` returns the pages with the largest bounds for a query;
+    `decoding.listed_attention` reads only those. For each page and KV head two vectors of head_dim are kept; and, for
+    `crop`, the keys of the newest two pages.
 
     Raises ValueError if new keys do not have the batch size, heads, head_dim and dtype of the earlier ones, or if a
     query does not fit the keys.
@@ -182,10 +141,3 @@ class PageBounds:
 def _signed(q: Tensor) -> Tensor:
     """Return [max(q, 0), min(q, 0)] along the last dimension. Its product with a page's `extremes` is the bound."""
     return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
-
-
-def _pages(q: Tensor, k: Tensor, grid: Candidates, page_size: int) -> Sample:
-    query, weight = pooled_queries(q, grid, PAGE_QUERY_PARTS)
-    bounds = extremes(k, page_size).to(grid.dtype)
-    peaks = grid.k_block // page_size
-    return Sample(_signed(query * grid.scale).flatten(1, 2), weight, bounds, peaks, 1.0)

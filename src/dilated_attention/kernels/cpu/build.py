@@ -35,7 +35,6 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
         "amx.cpp": (*_AVX512, "-mavx512bf16"),
         "estimates_avx2.cpp": _AVX2,
         "estimates_avx512.cpp": _AVX512,
-        "estimates_avx512_vnni.cpp": (*_AVX512, "-mavx512vnni"),
     },
     "arm64": {
         "neon.cpp": (),

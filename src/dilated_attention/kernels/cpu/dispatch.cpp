@@ -48,7 +48,7 @@ int64_t highest_set() {
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
     return 1;
-  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return 2;
+  if (!__builtin_cpu_supports("avx512bf16")) return 2;
   return has_amx() && lends_tiles() ? 4 : 3;
 }
 
@@ -58,7 +58,7 @@ int run(int64_t set, Kernel kernel, int64_t type, const Call &call) {
 }
 
 int estimate(int64_t set, Estimator estimator, int64_t type, const Estimate &call) {
-  return (set == 1 ? estimate_avx2 : set == 2 ? estimate_avx512 : estimate_avx512_vnni)(estimator, type, call);
+  return (set == 1 ? estimate_avx2 : estimate_avx512)(estimator, type, call);
 }
 
 #else

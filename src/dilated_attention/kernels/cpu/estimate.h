@@ -20,11 +20,10 @@
 //                `offsets` in places: first the columns starts[i] <= j < stops[i], then those below seen[i]; of equal
 //                ones the first; a NaN counts as 0
 //
-// Rows of forecast and largest have starts, stops, seen (rows), counts and offsets (B, M, rows). A row of shares is
-// `joined` tokens of k one after the other, and as many tokens of q from the last to the first; tokens past the end are
-// zeros. With `listed`, each `tile` rows of each head look at listed columns only, which are whole: they see those whose
-// keys they all see. With `stagger`, the keys of tile t, except the first, lie (t modulo stagger) / stagger of the
-// distance between two keys further on. Legend: call.h.
+// Rows of forecast and largest have starts, stops, seen (rows), counts and offsets (B, M, rows). With `listed`, each
+// `tile` rows of each head look at listed columns only, which are whole: they see those whose keys they all see. With
+// `stagger`, the keys of tile t, except the first, lie (t modulo stagger) / stagger of the distance between two keys
+// further on. Legend: call.h.
 #pragma once
 #include <cstdint>
 
@@ -42,7 +41,7 @@ struct Estimate {
   const int64_t *listed;          // (B, H * G, tiles, columns), ascending, or null
   const int64_t *counts, *offsets, *sampled;
   int64_t B, N, M, H, G, D, qsb, qsn, qsh, ksb, ksn, ksh;
-  int64_t rows, parts, columns, peaks, size, joined, tile, stagger, first, threads;  // size: tokens of a block
+  int64_t rows, parts, columns, peaks, size, tile, stagger, first, threads;  // size: tokens of a block
   double scale;    // of the scores; in a forecast, how fast its weights follow
   double nothing;  // added to what all columns hold
 };
@@ -50,5 +49,4 @@ struct Estimate {
 // Return 0, or 1 if memory ran out, or 2 if the set does not serve this element type.
 int estimate_avx2(Estimator estimator, int64_t type, const Estimate &call);
 int estimate_avx512(Estimator estimator, int64_t type, const Estimate &call);
-int estimate_avx512_vnni(Estimator estimator, int64_t type, const Estimate &call);
 int estimate_neon(Estimator estimator, int64_t type, const Estimate &call);

@@ -2,9 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 
 #include "estimate.h"
 #include "threads.h"
@@ -182,84 +180,46 @@ struct Peaks {
   }
 };
 
-// One row of queries or of keys: `joined` tokens, as they come or turned; those past the end are zeros. The row that
-// comes `ahead` rows later is fetched.
-template <bool TURNED, class Element>
-inline void join(const Estimate &call, Rows<const Element> x, int64_t number, int64_t tokens, int64_t ahead,
-                 float *row) {
-  for (int64_t i = 0; i < call.joined; i++) {
-    const int64_t token = number * call.joined + (TURNED ? call.joined - 1 - i : i);
-    const int64_t left = token < tokens ? call.D : 0, later = token + ahead * call.joined;
-    const Element *from = x[left ? token : 0];
-    prefetch(later < tokens ? x[later] : from, call.D);
-    for (int64_t d = 0; d < call.D; d += WIDTH)
-      store(unaligned(row + i * call.D + d), infinite_or_nan_to_nan(load(from + d, left - d)), call.D - d);
-  }
+// Row `number` of queries or of keys, zeros past the end. The row that comes `ahead` rows later is fetched.
+template <class Element>
+inline void read_row(const Estimate &call, Rows<const Element> x, int64_t number, int64_t tokens, int64_t ahead,
+                     float *row) {
+  const int64_t left = number < tokens ? call.D : 0, later = number + ahead;
+  const Element *from = x[left ? number : 0];
+  prefetch(later < tokens ? x[later] : from, call.D);
+  for (int64_t d = 0; d < call.D; d += WIDTH)
+    store(unaligned(row + d), infinite_or_nan_to_nan(load(from + d, left - d)), call.D - d);
 }
 
-// Rows of joined tokens of all heads, rounded once for all tiles, and their units.
-struct Rounded {
-  const int64_t rows, stride;
-  Word *const words;   // [B * heads][rows][stride]
-  float *const units;  // [B * heads][rows]
-  Word *row(int64_t head, int64_t number) const { return words + (head * rows + number) * stride; }
-  float *unit(int64_t head, int64_t number) const { return units + head * rows + number; }
-};
-
-template <class Element, class Arithmetic, bool QUERIES>
-struct Rounding {
-  const Estimate &call;
-  const Rounded &to;
-
-  int64_t count() const { return call.B * to.rows; }
-  int64_t floats() const { return to.stride * Arithmetic::PER_WORD; }
-  void begin(float *row) const { std::fill(row, row + floats(), 0.f); }
-
-  void operator()(int64_t work, float *row) const {
-    const int64_t b = work / to.rows, number = work % to.rows, heads = QUERIES ? call.H * call.G : call.H;
-    for (int64_t h = 0; h < heads; h++) {
-      const auto x = QUERIES ? rows_at<Element>(call.q, b * call.qsb + h * call.qsh, call.qsn)
-                             : rows_at<Element>(call.k, b * call.ksb + h * call.ksh, call.ksn);
-      join<QUERIES>(call, x, number, QUERIES ? call.N : call.M, 2, row);
-      *to.unit(b * heads + h, number) =
-          Arithmetic::template store_words<QUERIES>(row, to.stride, to.row(b * heads + h, number));
-    }
-  }
-};
-
 // c[count][LANES] = rows . own in `lanes` lanes, a panel of words at a time, whose part of `own` stays in the first cache.
-template <class Arithmetic>
-void multiply_in_panels(Arithmetic, const Word *rows, int64_t row_words, const Word *own, int words, float *c,
-                        int count, int lanes) {
+inline void multiply_in_panels(const Word *rows, int64_t row_words, const Word *own, int words, float *c, int count,
+                               int lanes) {
   constexpr int PANEL = 128;
-  multiply(Arithmetic(), rows, row_words, own, int(least(words, PANEL)), c, count, lanes);
+  multiply(InFloat32(), rows, row_words, own, int(least(words, PANEL)), c, count, lanes);
   for (int w = PANEL; w < words; w += PANEL)
-    for (int r = 0; r < count; r += Arithmetic::ROWS)
-      product<Arithmetic, VECTORS, true, Role::scores>(rows + r * row_words + w, row_words, own + w * LANES, LANES,
-                                                       int(least(words - w, PANEL)), c + r * LANES, LANES);
+    for (int r = 0; r < count; r += InFloat32::ROWS)
+      product<InFloat32, VECTORS, true, Role::scores>(rows + r * row_words + w, row_words, own + w * LANES, LANES,
+                                                      int(least(words - w, PANEL)), c + r * LANES, LANES);
 }
 
 // The shares of some rows of one query head. Queries lie in lanes, row after row, part after part; each column keeps its
 // own maximum and sum, and what the columns have in common is taken off at the end.
-template <class Element, class Arithmetic>
+template <class Element>
 class Shares {
  public:
-  explicit Shares(const Estimate &call, const Rounded *rounded_queries = nullptr, const Rounded *rounded_keys = nullptr)
+  explicit Shares(const Estimate &call)
       : call(call),
-        rounded_queries(rounded_queries),
-        rounded_keys(rounded_keys),
-        words(int((call.D * call.joined + Arithmetic::PER_WORD - 1) / Arithmetic::PER_WORD)),
-        stride(int(round_up(words, WIDTH))),
+        stride(int(round_up(call.D, WIDTH))),
         rows(call.tile ? call.tile : most(1, least(call.rows, round_up(most_queries(), LANES) / call.parts))),
         groups((rows * call.parts + LANES - 1) / LANES),
         wide(round_up((rows * call.parts + groups - 1) / groups, WIDTH)),
-        chunk(int(most(Arithmetic::ROWS, least(CHUNK, 16384 / stride / Arithmetic::ROWS * Arithmetic::ROWS)))),
+        chunk(int(most(ROWS, least(CHUNK, 16384 / stride / ROWS * ROWS)))),
         factor(float(call.scale * double(LOG2E))) {}
 
   int64_t tiles() const { return (call.rows + rows - 1) / rows; }
   int64_t count() const { return call.B * call.H * call.G * tiles(); }
   int64_t floats() const {
-    return groups * LANES * (stride + 2 * call.columns + 4) + (chunk + WIDTH) * stride + CHUNK * LANES + 8 * WIDTH;
+    return groups * LANES * (stride + 2 * call.columns + 2) + (chunk + WIDTH) * stride + CHUNK * LANES + 8 * WIDTH;
   }
   void begin(float *) const {}
 
@@ -270,7 +230,7 @@ class Shares {
     Parts parts(memory);
     Word *own = parts.take(groups * LANES * stride), *room = parts.take((chunk + WIDTH) * stride);
     std::fill(room, room + (chunk + WIDTH) * stride, 0.f);  // ends of rows stay zeros
-    float *units = parts.take(groups * 2 * LANES), *s = parts.take(CHUNK * LANES);
+    float *s = parts.take(CHUNK * LANES);
     float *state = parts.take(groups * 2 * call.columns * LANES);
     float *weight = parts.take(groups * wide);
     int32_t *seen = parts.take<int32_t>(groups * wide);
@@ -280,21 +240,20 @@ class Shares {
       seen[i] = i < number ? list.seen(call.seen[at]) : 0;
       weight[i] = i < number ? call.weight[at] : 0;
     }
-    hold(b, n, first * call.parts, number, room, own, units);
+    hold(b, n, first * call.parts, number, room, own);
     const int32_t end = *std::max_element(seen, seen + groups * wide);
     const int64_t ahead = call.stagger ? tile % call.stagger * (call.ksn / call.stagger) : 0;
     for (int32_t j = 0; j < end; j += chunk) {
       const int here = int(least(chunk, end - j));
-      const Word *keys = keys_at(b, n / call.G, ahead, list, j, here, room);
+      read_keys(b, n / call.G, ahead, list, j, here, room);
       for (int64_t g = 0; g < groups; g++) {
         const int32_t *its = seen + g * wide;
         const int seen_here = int(least(here, *std::max_element(its, its + wide) - j));
         if (seen_here <= 0) continue;
         const int width = int(least(wide, round_up(number - g * wide, WIDTH)));
-        multiply_in_panels(Arithmetic(), keys, stride, own + g * LANES * stride, words, s,
-                           int(round_up(seen_here, Arithmetic::ROWS)), width);
-        const float *key_units = ROUNDED ? rounded_keys->unit(b * call.H + n / call.G, j) : nullptr;
-        add(list, j, seen_here, key_units, units + g * 2 * LANES, s, width, its, state + g * 2 * call.columns * LANES);
+        multiply_in_panels(room, stride, own + g * LANES * stride, int(call.D), s, int(round_up(seen_here, ROWS)),
+                           width);
+        add(list, j, seen_here, s, width, its, state + g * 2 * call.columns * LANES);
       }
     }
     float *out = call.out + ((b * heads + n) * call.rows + first) * call.columns;
@@ -305,10 +264,9 @@ class Shares {
 
  private:
   static constexpr int64_t NONE = INT64_MAX / 2;  // a token that no sequence has
-  static constexpr bool ROUNDED = Arithmetic::PER_WORD > 1;
+  static constexpr int ROWS = InFloat32::ROWS;
   const Estimate &call;
-  const Rounded *const rounded_queries, *const rounded_keys;  // of joined tokens, in words of several numbers
-  const int words, stride;
+  const int stride;
   const int64_t rows, groups, wide;  // groups of lanes, equally wide
   const int chunk;
   const float factor;
@@ -316,7 +274,7 @@ class Shares {
   // Queries that are held at once: what a second cache holds, and few enough for every thread to have several tiles.
   int64_t most_queries() const {
     const int64_t all = call.B * call.H * call.G * call.rows * call.parts;
-    return least(least(16 * LANES, 98304 / words), all / (4 * call.threads));
+    return least(least(16 * LANES, 98304 / call.D), all / (4 * call.threads));
   }
 
   // The columns that a tile looks at, those of a list or all; their keys are numbered from the first one on.
@@ -330,52 +288,34 @@ class Shares {
     }
   };
 
-  // Keys j to j + here - 1, `stride` words each, and others up to a multiple of ROWS. All but the first of the sequence
+  // Keys j to j + here - 1, `stride` words each, and zeros up to a multiple of ROWS. All but the first of the sequence
   // lie `ahead` elements further on.
-  const Word *keys_at(int64_t b, int64_t h, int64_t ahead, const List &list, int32_t j, int here, Word *room) const {
-    if (ROUNDED) return rounded_keys->row(b * call.H + h, j);
+  void read_keys(int64_t b, int64_t h, int64_t ahead, const List &list, int32_t j, int here, Word *room) const {
     const int64_t head = b * call.ksb + h * call.ksh;
     const auto K = rows_at<Element>(call.k, head + ahead, call.ksn), K_first = rows_at<Element>(call.k, head, call.ksn);
-    for (int r = 0; r < round_up(here, Arithmetic::ROWS); r++)
-      join<false>(call, j + r ? K : K_first, r < here ? list.key(j + r) : NONE / call.joined, call.M, 8,
-                  room + r * stride);
-    return room;
+    for (int r = 0; r < round_up(here, ROWS); r++)
+      read_row(call, j + r ? K : K_first, r < here ? list.key(j + r) : NONE, call.M, 8, room + r * stride);
   }
 
-  // Queries in lanes: own[groups][stride][LANES], of which `wide` are used. If they are rounded, their units, and what
-  // is to be taken off their sums: units[groups][2][LANES].
-  void hold(int64_t b, int64_t n, int64_t first, int64_t number, Word *room, Word *own, float *units) const {
+  // Queries in lanes: own[groups][stride][LANES], of which `wide` are used.
+  void hold(int64_t b, int64_t n, int64_t first, int64_t number, Word *room, Word *own) const {
     const auto Q = rows_at<Element>(call.q, b * call.qsb + n * call.qsh, call.qsn);
     for (int64_t i = 0; i < groups * wide; i += WIDTH) {
-      const int64_t g = i / wide, head = b * call.H * call.G + n;
-      Word *to = own + g * stride * LANES + i % wide;
-      const Word *query[WIDTH];
       for (int u = 0; u < WIDTH; u++)
-        if constexpr (ROUNDED) {
-          const int64_t here = first + least(i + u, number - 1);
-          query[u] = rounded_queries->row(head, here);
-          units[g * 2 * LANES + i % wide + u] = *rounded_queries->unit(head, here);
-        } else {
-          query[u] = room + u * stride;
-          join<true>(call, Q, i + u < number ? first + i + u : NONE / call.joined, call.N, WIDTH, room + u * stride);
-        }
-      to_lanes(stride, to, [&](int u, int64_t w) { return load(query[u] + w); });
-      if constexpr (ROUNDED) store(units + (g * 2 + 1) * LANES + i % wide, Arithmetic::offset(to, stride));
+        read_row(call, Q, i + u < number ? first + i + u : NONE, call.N, WIDTH, room + u * stride);
+      to_lanes(stride, own + i / wide * stride * LANES + i % wide,
+               [&](int u, int64_t w) { return load(room + u * stride + w); });
     }
   }
 
   // The products of keys j to j + here - 1, which are overwritten, into the maxima and sums of their columns:
-  // state[columns][2][LANES]. If they are rounded, key j + r has the unit key_units[r].
-  void add(const List &list, int32_t j, int here, const float *key_units, const float *units, float *s, int width,
-           const int32_t *seen, float *state) const {
+  // state[columns][2][LANES].
+  void add(const List &list, int32_t j, int here, float *s, int width, const int32_t *seen, float *state) const {
     const bool masked = *std::min_element(seen, seen + width) < j + here;
     for (int x = 0; x < width; x += WIDTH) {
       const Integers limit = load_integers(seen + x);
-      const Lanes times = ROUNDED ? load(units + x) * all(factor) : all(factor);
       const auto score = [&](int i) {
-        Lanes y = load(s + i * LANES + x);
-        if constexpr (ROUNDED) y = Arithmetic::number(y, load(units + LANES + x)) * all(key_units[i]);
-        y = y * times;
+        Lanes y = load(s + i * LANES + x) * all(factor);
         if (call.logarithm) y = y + all(call.logarithm[list.key(j + i)] * LOG2E);
         return masked ? choose(at_least(limit, all(j + i + 1)), y, all(-INF)) : y;
       };
@@ -530,10 +470,10 @@ struct Collisions {
     std::fill(total, rest, 0.f);
     multiply_transposed(InFloat32(), held, near, 0, columns, total, int(call.D), int(here));
     for (float *x = met; x < total; x += WIDTH) store(x, load(x) / (load(x + deep * LANES) + all(float(call.nothing))));
-    multiply_in_panels(InFloat32(), held, call.D, met, int(call.D), share, whole, int(here));
+    multiply_in_panels(held, call.D, met, int(call.D), share, whole, int(here));
     if (whole < columns) {
       std::fill(std::copy(held + whole * call.D, held + columns * call.D, rest), rest + ROWS * call.D, 0.f);
-      multiply_in_panels(InFloat32(), rest, call.D, met, int(call.D), share + whole * LANES, ROWS, int(here));
+      multiply_in_panels(rest, call.D, met, int(call.D), share + whole * LANES, ROWS, int(here));
     }
     finish(held, here, columns, near, share);
     float *out = call.out + row * call.H;
@@ -711,33 +651,7 @@ struct Forecasts {
   static constexpr double SMALLEST = 1.17549435e-38;  // of float
 };
 
-constexpr int64_t MOST_KEPT = 1 << 24;  // rounded words that are kept for the next call: 64 MiB
-
-template <class Element, class Joined>
-bool shares(const Estimate &call) {
-  const int64_t numbers = call.joined * call.D, queries = call.rows * call.parts;
-  if constexpr (Joined::PER_WORD > 1)
-    if (call.joined > 1 && numbers <= Joined::MOST) {
-      const int64_t stride = round_up((numbers + Joined::PER_WORD - 1) / Joined::PER_WORD, WIDTH);
-      const int64_t keys = round_up(*std::max_element(call.seen, call.seen + queries), Joined::ROWS);
-      const int64_t all_queries = call.B * call.H * call.G * queries, rows = all_queries + call.B * call.H * keys;
-      const int64_t floats = rows * (stride + 1);
-      const bool kept = floats <= MOST_KEPT;
-      const size_t bytes = size_t(round_up(floats, WIDTH)) * sizeof(Word);
-      const std::unique_ptr<void, decltype(&std::free)> large(kept ? nullptr : std::aligned_alloc(64, bytes),
-                                                              std::free);
-      Word *const memory = kept ? thread_memory(floats, true) : static_cast<Word *>(large.get());
-      float *const units = memory + rows * stride;
-      const Rounded Q{queries, stride, memory, units};
-      const Rounded K{keys, stride, memory + all_queries * stride, units + all_queries};
-      return memory && compute(Rounding<Element, Joined, true>{call, Q}, call.threads) &&
-             compute(Rounding<Element, Joined, false>{call, K}, call.threads) &&
-             compute(Shares<Element, Joined>(call, &Q, &K), call.threads);
-    }
-  return compute(Shares<Element, InFloat32>(call), call.threads);
-}
-
-template <class Element, class Joined>
+template <class Element>
 bool estimated(Estimator estimator, const Estimate &call) {
   switch (estimator) {
     case Estimator::means:
@@ -747,7 +661,7 @@ bool estimated(Estimator estimator, const Estimate &call) {
     case Estimator::peaks:
       return compute(Peaks<Element>{call}, call.threads);
     case Estimator::shares:
-      return shares<Element, Joined>(call);
+      return compute(Shares<Element>(call), call.threads);
     case Estimator::buckets:
       return compute(Buckets<Element>(call), call.threads);
     case Estimator::collisions:
@@ -760,16 +674,14 @@ bool estimated(Estimator estimator, const Estimate &call) {
   return false;
 }
 
-// Joined: the arithmetic of shares of joined tokens, whose products take the time.
-template <class Joined = InFloat32>
-int estimate(Estimator estimator, int64_t type, const Estimate &call) {
+inline int estimate(Estimator estimator, int64_t type, const Estimate &call) {
   switch (Type(type)) {
     case Type::float32:
-      return estimated<Float32, Joined>(estimator, call) ? 0 : 1;
+      return estimated<Float32>(estimator, call) ? 0 : 1;
     case Type::bfloat16:
-      return estimated<BFloat16, Joined>(estimator, call) ? 0 : 1;
+      return estimated<BFloat16>(estimator, call) ? 0 : 1;
     case Type::float16:
-      return estimated<Float16, Joined>(estimator, call) ? 0 : 1;
+      return estimated<Float16>(estimator, call) ? 0 : 1;
   }
   return 2;
 }

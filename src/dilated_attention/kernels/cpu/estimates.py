@@ -21,7 +21,7 @@ _POINTERS = (
 )  # fmt: skip
 _NUMBERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh",
-    "rows", "parts", "columns", "peaks", "size", "joined", "tile", "stagger", "first", "threads",
+    "rows", "parts", "columns", "peaks", "size", "tile", "stagger", "first", "threads",
 )  # fmt: skip
 
 
@@ -106,7 +106,6 @@ def shares(
     peaks: int,
     *,
     logarithm: Tensor | None = None,
-    joined: int = 1,
     scale: float = 1.0,
     listed: Tensor | None = None,
     tile: int = 0,
@@ -118,12 +117,11 @@ def shares(
     weights. A column has `peaks` keys.
 
     Args:
-        q: `(batch, rows * parts * joined, heads, head_dim)`; k: `(batch, columns * peaks * joined, kv_heads,
-            head_dim)`; tokens that are missing at the end count as zeros.
+        q: `(batch, rows * parts, heads, head_dim)`; k: `(batch, columns * peaks, kv_heads, head_dim)`, or fewer keys
+            where the last column has fewer.
         weight: float32 `(rows, parts)`, the weight of each query in its row's share.
-        seen: int64 `(rows, parts)`: each query sees this many keys (each of `joined` tokens), counted from the first.
+        seen: int64 `(rows, parts)`: each query sees this many keys, counted from the first.
         logarithm: float32 `(columns, peaks)`, added to the scores of each key.
-        joined: how many tokens are concatenated into one query (in reverse order), and into one key.
         scale: factor of q kᵀ.
         listed: int64 `(batch, heads, tiles, columns)`: for each tile, which is `tile` neighbouring rows, the only
             columns of k that it sees, ascending; a query sees those that lie wholly within its `seen`. `columns` then
@@ -133,7 +131,7 @@ def shares(
     """
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
-    numbers = {"rows": rows, "parts": parts, "columns": columns, "peaks": peaks, "joined": joined}
+    numbers = {"rows": rows, "parts": parts, "columns": columns, "peaks": peaks}
     weight, seen = weight.contiguous(), seen.contiguous()
     logarithm, listed = (None if x is None else x.contiguous() for x in (logarithm, listed))
     tables = {"weight": weight, "seen": seen, "logarithm": logarithm, "listed": listed}

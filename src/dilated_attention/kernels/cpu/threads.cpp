@@ -84,9 +84,8 @@ void run_in_threads(int64_t threads, int64_t jobs, void (*body)(void *), void *d
   for (std::thread &other : others) other.join();
 }
 
-float *thread_memory(int64_t floats, bool shared) {
-  static thread_local Memory pieces[2];
-  Memory &memory = pieces[shared];
+float *thread_memory(int64_t floats) {
+  static thread_local Memory memory;
   const size_t bytes = (size_t(floats) * sizeof(float) + 4095) / 4096 * 4096;
   if (bytes > memory.size) {
     std::free(memory.data);

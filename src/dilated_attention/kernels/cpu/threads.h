@@ -13,9 +13,8 @@ bool has_pool();
 void run_in_threads(int64_t threads, int64_t jobs, void (*body)(void *), void *data);
 
 // Return the calling thread's memory for `floats` floats, aligned to 64 bytes, its content undefined; null if there is
-// none. `shared`: another piece, for what all threads of a call read. Both are kept for the next call, because the system
-// maps each page of new memory with a fault.
-float *thread_memory(int64_t floats, bool shared = false);
+// none. It is kept for the next call, because the system maps each page of new memory with a fault.
+float *thread_memory(int64_t floats);
 
 namespace {
 

@@ -166,13 +166,10 @@ def routers(density: float, block_size: int, is_causal: bool) -> dict[str, Route
             q, k, density, region=8 if q.shape[1] // block_size > 64 else 4, **options
         ),
         "LSH": lambda q, k: routing.lsh_blocks(q, k, density, **options),
-        "antidiagonals": lambda q, k: routing.antidiagonal_blocks(q, k, density, **options),
-        "columns and diagonals": lambda q, k: routing.vertical_slash(q, k, density, **options),
-        "pages": lambda q, k: routing.page_bounds(q, k, density, **options),
     }
 
 
-_CHOOSING = {"antidiagonals": (0.15, 0.15), "columns and diagonals": (0.20, 0.20), "sampled queries": (0.20, 0.26)}
+_CHOOSING = {"sampled queries": (0.20, 0.26)}
 """Bars for a selector's time over the attention that follows, (full, causal); other selectors have (0.05, 0.08).
 Sampled queries compute 1/64 of the products of attention to all blocks, and a softmax; when causal also a forecast."""
 
@@ -211,8 +208,7 @@ def _choosing(case: Case, device: torch.device, budget: float, *, judged: bool) 
 def _longnet_quality(seq_len: int, training_steps: int, *, judged: bool) -> Iterator[Row]:
     found = activations.longnet(seq_len, training_steps)
     model = f"LongNetLM, {training_steps} steps"
-    selectors = ("top-k", "antidiagonals", "columns and diagonals", "pages")
-    bars = {"LSH": 0.15} | dict.fromkeys(selectors, 0.05) if judged else {}
+    bars = {"LSH": 0.15, "top-k": 0.05} if judged else {}
     yield from _quality(model, found, 128 if seq_len >= 4096 else 32, True, bars)
 
 
