@@ -16,7 +16,6 @@ from torch.utils import serialization
 
 from dilated_attention.models import (
     GigaPathSlideEncoder,
-    LongNet,
     LongNetAttention,
     LongNetEncoder,
     LongNetLM,
@@ -186,39 +185,9 @@ def encoder_decoder_weights(layers=2, dim=16, hidden=24, vocab=11, embedded=Fals
 BRANCHES = {"segment_lengths": [8, 16], "dilation_rates": [1, 2], "num_heads": 4}
 
 
-def test_torchscale_encoder_decoder():
-    weights = encoder_decoder_weights()
-    model = load_torchscale(weights, **BRANCHES)
-    assert isinstance(model, LongNet)
-    source, target = torch.randn(2, 16, 16), torch.randint(11, (2, 16))
-    halves = {
-        half: {name.removeprefix(f"{half}."): x for name, x in weights.items() if name.startswith(half)}
-        for half in ("encoder", "decoder")
-    }
-    states = load_torchscale(halves["encoder"], **BRANCHES)(source)
-    close(model.encoder(source), states)
-    # The decoder, its cross-attentions written out, between the self-attentions and MLPs of a decoder without them.
-    plain = {name: x for name, x in halves["decoder"].items() if "encoder_attn" not in name}
-    decoder = load_torchscale(plain, **BRANCHES)
-
-    def cross(i, x):
-        def linear(name, x):
-            return torch.nn.functional.linear(
-                x, *(weights[f"decoder.layers.{i}.encoder_attn.{name}_proj.{part}"] for part in ("weight", "bias"))
-            )
-
-        norm = [weights[f"decoder.layers.{i}.encoder_attn_layer_norm.{part}"] for part in ("weight", "bias")]
-        q = linear("q", torch.nn.functional.layer_norm(x, (16,), *norm)).unflatten(-1, (4, 4))
-        k, v = (linear(name, states).unflatten(-1, (4, 4)) for name in ("k", "v"))
-        p = torch.einsum("bqhd,bkhd->bhqk", q, k).div(2).softmax(-1)
-        return x + linear("out", torch.einsum("bhqk,bkhd->bqhd", p, v).flatten(2))
-
-    x = decoder.embed(target)
-    for i, block in enumerate(decoder.blocks):
-        x = x + block.attention(block.attention_norm(x), None, True)
-        x = cross(i, x)
-        x = x + block.mlp(block.mlp_norm(x))
-    close(model(source, target), decoder.logits(decoder.norm(x)))
+def test_a_decoder_that_reads_an_encoder_is_refused():
+    with pytest.raises(ValueError, match=r"surplus: layers\.0\.encoder_attn\."):
+        load_torchscale(encoder_decoder_weights(), **BRANCHES, prefix="decoder.")
 
 
 def test_a_tied_output_stays_tied():
@@ -365,17 +334,16 @@ def test_a_loaded_model_owns_its_weights():
 
 
 def test_what_a_file_shares_becomes_two_parameters(tmp_path):
-    """torchscale's share_all_embeddings: one table for the source, the target and the output."""
     weights = encoder_decoder_weights(embedded=True)
-    for name in ("encoder.embed_tokens", "decoder.output_projection"):
-        weights[f"{name}.weight"] = weights["decoder.embed_tokens.weight"]
+    shared = weights["encoder.layers.0.ffn.fc1.weight"]
+    weights["encoder.layers.1.ffn.fc1.weight"] = shared
     torch.save(weights, tmp_path / "weights.pth")
-    model = load_torchscale(tmp_path / "weights.pth", **BRANCHES)
-    assert torch.equal(model.encoder.embedding.weight, model.decoder.embedding.weight)
+    model = load_torchscale(tmp_path / "weights.pth", **BRANCHES, prefix="encoder.")
+    assert all(torch.equal(block.mlp[0].weight, shared) for block in model.blocks)
     storages = {x.untyped_storage().data_ptr() for x in model.parameters()}
     assert len(storages) == len(list(model.parameters()))
     model.save_pretrained(tmp_path / "out")
-    again = LongNet.from_pretrained(tmp_path / "out").state_dict()
+    again = LongNetEncoder.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(again[name], x) for name, x in model.state_dict().items())
 
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from dilated_attention.models import (
     GigaPathSlideEncoder,
-    LongNet,
     LongNetAttention,
     LongNetConfig,
     LongNetEncoder,
@@ -26,7 +25,7 @@ from dilated_attention.patterns import Dilated
 from dilated_attention_lab.commands import main
 from dilated_attention_lab.conversion import convert
 from dilated_attention_lab.training import session, writing
-from test_checkpoints import GIGAPATH, Golden, encoder_decoder_weights, longvit_weights
+from test_checkpoints import GIGAPATH, Golden, longvit_weights
 
 
 def run(capsys, *words) -> tuple[int, str, str]:
@@ -52,14 +51,12 @@ def case_of(name: str) -> tuple[dict, type, str, dict]:
         file, kind, options = CASES[name]
         golden = Golden(file)
         weights, options = golden.weights, {**golden.options, **options}
-    elif name == "longvit":
-        weights, kind, options = longvit_weights(prefix="model.", classes=2), LongViT, branches
     else:
-        weights, kind, options = encoder_decoder_weights(embedded=True), LongNet, branches
+        weights, kind, options = longvit_weights(prefix="model.", classes=2), LongViT, branches
     return weights, kind, name if name in ("gigapath", "longvit") else "torchscale", options
 
 
-@pytest.mark.parametrize("name", [*CASES, "encoder-decoder", "longvit"])
+@pytest.mark.parametrize("name", [*CASES, "longvit"])
 def test_parity_with_the_released_algorithm(name, tmp_path):
     weights, kind, what, options = case_of(name)
     torch.save(weights, tmp_path / "weights.pth")
@@ -74,7 +71,7 @@ def test_parity_with_the_released_algorithm(name, tmp_path):
     assert kind.from_pretrained(tmp_path / "out").config == model.config
 
 
-@pytest.mark.parametrize("name", [*CASES, "encoder-decoder", "longvit"])
+@pytest.mark.parametrize("name", [*CASES, "longvit"])
 @pytest.mark.parametrize("wrapping", ["prefix", "module", "prefix and module", "compiled layers", "a part"])
 def test_parity_of_weights_under_other_names(name, wrapping, tmp_path):
     """A part of a larger model, beside one of the same names and shapes; a data-parallel wrapper; torch.compile and

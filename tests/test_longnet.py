@@ -1,4 +1,4 @@
-"""LongNet as encoder, language model and encoder-decoder: configuration, meaning, ragged batches, files."""
+"""LongNet as encoder and language model: configuration, meaning, ragged batches, files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.models import (
     BlockMixture,
-    EncoderDecoderConfig,
     GigaPathConfig,
     GigaPathSlideEncoder,
-    LongNet,
     LongNetAttention,
     LongNetConfig,
     LongNetEncoder,
@@ -60,10 +58,6 @@ SELECTING = {
     ),
     "mixture": dataclasses.replace(SMALL, selection=BlockMixture(block_size=8, top_k=2, query_block=2), bias=True),
 }
-
-
-def pair(config: LongNetConfig = MAGNETO) -> EncoderDecoderConfig:
-    return EncoderDecoderConfig(encoder=config, decoder=dataclasses.replace(config, vocab_size=50, num_layers=3))
 
 
 @pytest.fixture
@@ -377,18 +371,6 @@ def test_a_hook_sees_the_mlp_whole(part):
     assert seen == [(2, _ROWS)]
 
 
-def test_decoders_and_slide_encoders_enter_their_parts_by_a_call():
-    """So that hooks, FSDP and compilation of a part see it."""
-    encoder, decoder = (dataclasses.replace(MAGNETO, vocab_size=vocab, num_layers=1) for vocab in (None, 31))
-    model, entered = LongNet(EncoderDecoderConfig(encoder=encoder, decoder=decoder)), []
-    for name, part in model.named_modules():
-        part.register_forward_pre_hook(lambda module, inputs, name=name: entered.append(name))
-    model(torch.randn(1, 9, 32), torch.randint(31, (1, 7)))
-    at = entered.index("decoder.blocks.0")
-    assert "decoder.blocks.0.cross_attention.source" in entered[at:]
-    assert "decoder.blocks.0.cross_attention.source" not in entered[:at]
-
-
 @pytest.mark.parametrize("config", [MAGNETO, SMALL], ids=["xPos", "rotary"])
 def test_packed_samples_of_a_language_model(config):
     model, counts = LongNetLM(dataclasses.replace(config, vocab_size=31)).double(), [20, 0, 3, 11]
@@ -444,28 +426,18 @@ def test_magneto_initialisation():
         return x.double().pow(2).mean().sqrt().item()
 
     config = dataclasses.replace(MAGNETO, embed_dim=256, num_layers=3, vocab_size=50)
-    models = LongNetEncoder(config), LongNet(pair(config))
-    single, encoder, decoder = models[0], models[1].encoder, models[1].decoder
-    gains = {
-        single: math.sqrt(math.log(2 * 3)),
-        encoder: math.sqrt(math.log(3 * 3) * math.log(2 * 3) / 3),
-        decoder: math.sqrt(math.log(3 * 3)),
-    }
-    xavier = math.sqrt(2 / 512)
-    for model, gain in gains.items():
-        block = model.blocks[0]
-        q, k, v = block.attention.input.weight.chunk(3)
-        for weight, expected in (
-            (q, xavier),
-            (k, xavier),
-            (v, gain * xavier),
-            (block.attention.output.weight, gain * xavier),
-        ):
-            assert std(weight) == pytest.approx(expected, rel=0.02)
-        for weight in (block.mlp[0].weight, block.mlp[2].weight):
-            assert std(weight) == pytest.approx(gain * math.sqrt(2 / (256 + 1024)), rel=0.02)
-        assert not block.mlp[0].bias.any()
-    assert std(decoder.blocks[0].cross_attention.input.weight) == pytest.approx(xavier, rel=0.02)
+    block, gain, xavier = LongNetEncoder(config).blocks[0], math.sqrt(math.log(2 * 3)), math.sqrt(2 / 512)
+    q, k, v = block.attention.input.weight.chunk(3)
+    for weight, expected in (
+        (q, xavier),
+        (k, xavier),
+        (v, gain * xavier),
+        (block.attention.output.weight, gain * xavier),
+    ):
+        assert std(weight) == pytest.approx(expected, rel=0.02)
+    for weight in (block.mlp[0].weight, block.mlp[2].weight):
+        assert std(weight) == pytest.approx(gain * math.sqrt(2 / (256 + 1024)), rel=0.02)
+    assert not block.mlp[0].bias.any()
 
 
 REDRAWN = dataclasses.replace(SMALL, embed_dim=128, num_layers=3, num_kv_heads=None)
@@ -473,24 +445,23 @@ REDRAWN_VECTORS = dataclasses.replace(REDRAWN, vocab_size=None, positions=None, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "options"),
+    ("kind", "config"),
     [
-        (LongNetLM, REDRAWN, {}),
-        (LongNetLM, dataclasses.replace(REDRAWN, tie_embeddings=False), {}),
-        (LongNetLM, dataclasses.replace(REDRAWN, sub_ln=True, bias=True), {"cross_attention": True}),
-        (LongNetLM, dataclasses.replace(REDRAWN, sub_ln=True, tie_embeddings=False), {"cross_attention": True}),
-        (LongNetLM, dataclasses.replace(REDRAWN, selection=NativeSparse()), {}),
-        (LongNet, EncoderDecoderConfig(encoder=REDRAWN_VECTORS, decoder=REDRAWN), {}),
-        (LongNetAttention, REDRAWN, {}),
-        (GigaPathSlideEncoder, GigaPathConfig(in_chans=200, encoder=REDRAWN_VECTORS), {}),
-        (LongViT, LongViTConfig(image_size=64, patch_size=8, num_classes=20, encoder=REDRAWN_VECTORS), {}),
+        (LongNetLM, REDRAWN),
+        (LongNetLM, dataclasses.replace(REDRAWN, tie_embeddings=False)),
+        (LongNetLM, dataclasses.replace(REDRAWN, sub_ln=True, bias=True)),
+        (LongNetLM, dataclasses.replace(REDRAWN, sub_ln=True, tie_embeddings=False)),
+        (LongNetLM, dataclasses.replace(REDRAWN, selection=NativeSparse())),
+        (LongNetAttention, REDRAWN),
+        (GigaPathSlideEncoder, GigaPathConfig(in_chans=200, encoder=REDRAWN_VECTORS)),
+        (LongViT, LongViTConfig(image_size=64, patch_size=8, num_classes=20, encoder=REDRAWN_VECTORS)),
     ],
 )
-def test_parameters_can_be_drawn_again(kind, config, options):
+def test_parameters_can_be_drawn_again(kind, config):
     """Parameters of a model made on the meta device are drawn as by the constructor."""
-    made = kind(config, **options)
+    made = kind(config)
     with torch.device("meta"):
-        model = kind(config, **options)
+        model = kind(config)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -525,35 +496,6 @@ def test_xpos_decays_with_the_distance_and_not_with_the_place():
     assert all(x.isfinite().all() for x in rotary.tables(far))
     with pytest.raises(ValueError, match="at most"):
         rotary.check(int(far) + 1, torch.float32)
-
-
-def test_encoder_decoder():
-    model = LongNet(pair()).double()
-    source, target = torch.randn(2, 40, 32, dtype=torch.float64), torch.randint(50, (2, 30))
-    lengths = [40, 13]
-    logits = model(source, target, source_lengths=lengths)
-    assert logits.shape == (2, 30, 50)
-    alone = model(source[1:, :13], target[1:])
-    torch.testing.assert_close(logits[1:], alone, rtol=1e-9, atol=1e-9)
-    changed = target.clone()
-    changed[:, 20:] = (changed[:, 20:] + 1) % 50
-    again = model(source, changed, source_lengths=lengths)
-    torch.testing.assert_close(again[:, :20], logits[:, :20])
-    assert not torch.allclose(again[:, 20:], logits[:, 20:])
-    moved = source.clone()
-    moved[0, 39, 0] += 1
-    reached = (model(moved, target, source_lengths=lengths) - logits).abs().amax(-1) > 1e-6
-    assert reached[0].all()
-    assert not reached[1].any()
-    gradients = torch.autograd.grad(logits.sin().sum(), list(model.parameters()))
-    assert all(gradient.isfinite().all() for gradient in gradients)
-    with pytest.raises(ValueError, match="source_lengths must be positive"):
-        model(source, target, source_lengths=[40, 0])
-    with pytest.raises(ValueError, match="source: a decoder with cross_attention needs"):
-        model.decoder(target)
-    for wrong in (source[0], source[..., :16]):
-        with pytest.raises(ValueError, match=r"source must be \(batch, keys, embed_dim=32\); got shape"):
-            model.decoder(target, source=wrong)
 
 
 def test_generate(model):
@@ -634,28 +576,6 @@ def test_files_of_the_first_version_still_load(model, folder):
         *("attention_norm.weight", "attention_norm.bias", "attention.input.weight", "attention.output.weight"),
         *("mlp_norm.weight", "mlp_norm.bias", "mlp.0.weight", "mlp.2.weight"),
     }
-
-
-def test_an_encoder_decoder_is_saved_and_loaded(tmp_path):
-    model = LongNet(pair())
-    model.save_pretrained(tmp_path)
-    loaded = LongNet.from_pretrained(tmp_path)
-    assert loaded.config == model.config
-    source, target = torch.randn(1, 20, 32), torch.randint(50, (1, 10))
-    assert torch.equal(loaded(source, target), model(source, target))
-    edit_config(tmp_path, lambda f: f["decoder"].update(depth=3))
-    with pytest.raises(ValueError, match="configuration: decoder: unknown field depth"):
-        LongNet.from_pretrained(tmp_path)
-    for wrong, message in (
-        ({"decoder": VECTORS}, "decoder: vocab_size=None"),
-        ({"decoder": dataclasses.replace(SMALL, embed_dim=64)}, "embed_dim: encoder and decoder must have the same"),
-        ({"encoder": dataclasses.replace(VECTORS, final_norm=False)}, "encoder: final_norm=False"),
-        ({"encoder": None}, "encoder=None: must be a LongNetConfig"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(model.config, **wrong)
-    with pytest.raises(ValueError, match="vocab_size=None: a language model writes tokens"):
-        LongNetLM(VECTORS)
 
 
 def test_a_file_says_that_its_tensors_are_of_pytorch(folder):
@@ -807,22 +727,6 @@ def test_weights_of_one_floating_dtype(model, folder, dtype):
     with pytest.raises(ValueError, match=r"LongNetLM: weights must share .* torch.float16, torch.float32"):
         model.save_pretrained(folder)
     assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("pattern", [Dilated((8, 24), (1, 3)), None], ids=["dilated", "dense"])
-def test_ragged_targets_read_their_own_source(pattern, layers):
-    both = pair(dataclasses.replace(MAGNETO, pattern=pattern))
-    both = dataclasses.replace(both, decoder=dataclasses.replace(both.decoder, num_layers=layers))
-    model = LongNet(both).double().eval()
-    states, target = model.encoder(torch.randn(2, 40, 32).double()), torch.randint(50, (2, 12))
-    logits = model.decoder(target, lengths=[12, 7], source=states, source_lengths=[40, 30])
-    for i, (length, read) in enumerate(((12, 40), (7, 30))):
-        alone = model.decoder(target[i : i + 1, :length], source=states[i : i + 1, :read])
-        torch.testing.assert_close(logits[i : i + 1, :length], alone, rtol=0, atol=1e-10)
-    out = model.decoder.generate(target, 5, lengths=[12, 7], source=states, temperature=0.0)
-    alone = model.decoder.generate(target[1:, :7], 5, source=states[1:], temperature=0.0)
-    assert torch.equal(out[1:, :12], alone)
 
 
 def test_xpos_refuses_what_autocast_cannot_hold():

@@ -16,12 +16,10 @@ from dilated_attention.nn import (
     BlockSparseDilatedAttention,
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
-    CrossAttention,
     DilatedAttention,
     MultiheadDilatedAttention,
     RingDilatedAttention,
     SelfAttention,
-    Source,
     TransformerBlock,
     rotary_tables,
     rotate,
@@ -410,33 +408,20 @@ def test_block_dense_equals_one_segment_and_is_causal(kv_heads):
 
 @pytest.mark.parametrize("pattern", [None, Dilated((64,), (1,)), Window(64)], ids=["dense", "dilated", "window"])
 def test_blocks_read_packed_samples(pattern, unchecked):
-    block = TransformerBlock(32, 4, 2, 64, pattern, cross_attention=True).double()
-    x, states = torch.randn(1, 19, 32, **F64), torch.randn(3, 5, 32, **F64)
-    edges = [0, 7, 8, 19]
-    alone = [block(x[:, i:j], source=Source(states[n : n + 1])) for n, (i, j) in enumerate(pairwise(edges))]
+    block = TransformerBlock(32, 4, 2, 64, pattern).double()
+    x, edges = torch.randn(1, 19, 32, **F64), [0, 7, 8, 19]
+    alone = [block(x[:, i:j]) for i, j in pairwise(edges)]
     for given in (edges, tuple(edges), torch.tensor(edges, dtype=torch.int32)):
-        same(block(x, source=Source(states), cu_seqlens=given), torch.cat(alone, 1))
-        first = block(x, source=Source(states), cu_seqlens=given, first_only=True)
+        same(block(x, cu_seqlens=given), torch.cat(alone, 1))
+        first = block(x, cu_seqlens=given, first_only=True)
         same(first, torch.cat([sample[:, :1] for sample in alone], 1))
     for edges in ([0, 7, 8, 18], [0, 8, 7, 19], [1, 7, 8, 19], [0, 7, 8, 20]):
         with pytest.raises(ValueError, match="cu_seqlens must ascend from 0 to 19"):
-            block(x, source=Source(states), cu_seqlens=edges)
+            block(x, cu_seqlens=edges)
     with pytest.raises(ValueError, match="needs batch 1; got batch 2"):
-        block(x.expand(2, -1, -1), source=Source(states), cu_seqlens=[0, 19])
-    with pytest.raises(ValueError, match="source must have a row for each of 2 samples; got 3"):
-        block(x, source=Source(states), cu_seqlens=[0, 7, 19])
-    for batch in (1, 2):
-        with pytest.raises(ValueError, match=f"source must have a row for each of {batch} samples; got 3"):
-            block(x.expand(batch, -1, -1), source=Source(states))
-    with pytest.raises(
-        ValueError, match="source must be given if the block has cross_attention, else be None; got None"
-    ):
-        block(x)
-    with pytest.raises(ValueError, match="else be None; got <"):
-        TransformerBlock(32, 4, 2, 64, pattern).double()(x, source=Source(states[:1]))
+        block(x.expand(2, -1, -1), cu_seqlens=[0, 19])
 
 
-@pytest.mark.parametrize("make", [partial(SelfAttention, pattern=None), CrossAttention])
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -444,9 +429,9 @@ def test_blocks_read_packed_samples(pattern, unchecked):
         ((32, 4, 3), "num_kv_heads must divide num_heads=4; got 3"),
     ],
 )
-def test_heads_that_do_not_divide(make, sizes, message):
+def test_heads_that_do_not_divide(sizes, message):
     with pytest.raises(ValueError, match=message):
-        make(*sizes)
+        SelfAttention(*sizes, pattern=None)
 
 
 class TestBlockSparse:

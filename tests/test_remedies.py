@@ -57,7 +57,6 @@ from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
     GigaPathConfig,
     GigaPathSlideEncoder,
-    LongNet,
     LongNetConfig,
     LongNetEncoder,
     LongNetLM,
@@ -65,7 +64,6 @@ from dilated_attention.models import (
     load_torchscale,
     tile_attention,
 )
-from dilated_attention.models.configuration import EncoderDecoderConfig
 from dilated_attention.models.generation import KeyValueCache
 from dilated_attention.nn import (
     BlockAttentionMixture,
@@ -83,7 +81,7 @@ from dilated_attention_lab.training import session
 from dilated_attention_lab.training.loop import Recipe, Training
 from dilated_attention_lab.training.text import read_text
 from processes import run
-from test_checkpoints import Golden, longvit_weights
+from test_checkpoints import Golden, encoder_decoder_weights, longvit_weights
 from tolerances import TOLERANCE, relative_error
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore:Sparse BSR")]
@@ -1266,15 +1264,16 @@ def language_model(**options: Any) -> LongNetLM:
     return LongNetLM(LongNetConfig(**config | options)).eval()
 
 
-@remedy("{} with a mesh is not supported; call parallel.set_context_parallel(model, None) first", ON_TWO_RANKS)
+@remedy("lengths with a mesh is not supported; call parallel.set_context_parallel(model, None) first", ON_TWO_RANKS)
 def _(told, mesh):
-    model, source, tokens = halves(), torch.randn(2, 9, 16), torch.randint(20, (2, 16))
-    expected, states = model(source, tokens), model.encoder(source)
-    parallel.set_context_parallel(model.decoder, mesh)
+    config = LongNetConfig(vocab_size=20, embed_dim=16, num_layers=1, num_heads=2, pattern=PATTERN)
+    model, tokens = LongNetEncoder(config).eval(), torch.randint(20, (2, 16))
+    expected = model(tokens, lengths=[16, 9])
+    parallel.set_context_parallel(model, mesh)
     with told():
-        model.decoder(shard(tokens, mesh), source=states)
-    parallel.set_context_parallel(model.decoder, None)
-    same(model(source, tokens), expected)
+        model(shard(tokens, mesh), lengths=[16, 9])
+    parallel.set_context_parallel(model, None)
+    same(model(tokens, lengths=[16, 9]), expected)
 
 
 def slide_encoder() -> GigaPathSlideEncoder:
@@ -1372,27 +1371,6 @@ def _(told):
     with told():
         language_model(vocab_size=None)
     assert language_model(vocab_size=20)(torch.randint(20, (1, 9))).shape == (1, 9, 20)
-
-
-def halves(**options: Any) -> LongNet:
-    config = {"embed_dim": 16, "num_layers": 1, "num_heads": 2, "pattern": PATTERN}
-    encoder = LongNetConfig(**config, vocab_size=None, **{"final_norm": True} | options.get("encoder", {}))
-    decoder = LongNetConfig(**config | {"vocab_size": 20} | options.get("decoder", {}))
-    return LongNet(EncoderDecoderConfig(encoder=encoder, decoder=decoder)).eval()
-
-
-@remedy("decoder: vocab_size=None: a decoder writes tokens; give their number")
-def _(told):
-    with told():
-        halves(decoder={"vocab_size": None})
-    assert halves(decoder={"vocab_size": 20})(torch.randn(1, 9, 16), torch.randint(20, (1, 5))).shape == (1, 5, 20)
-
-
-@remedy("encoder: final_norm=False: the decoder reads normed vectors; leave it True")
-def _(told):
-    with told():
-        halves(encoder={"final_norm": False})
-    assert halves(encoder={"final_norm": True})(torch.randn(1, 9, 16), torch.randint(20, (1, 5))).isfinite().all()
 
 
 @remedy("max_len=None: dense attention sees every earlier token; give the length to make room for")
@@ -1564,6 +1542,19 @@ def _(told):
         with told(UserWarning):
             model(tiles, coords)
     assert model(tiles, grid * 256).isfinite().all()
+
+
+@remedy(
+    "the checkpoint is of an encoder-decoder, which is not supported; give the prefix of its encoder's names to load "
+    'that half, such as prefix="encoder."'
+)
+def _(told):
+    weights, options = encoder_decoder_weights(), {**BRANCHES, "num_heads": 4}
+    with told():
+        load_torchscale(weights, **options)
+    found = load_torchscale(weights, **options, prefix="encoder.")
+    assert isinstance(found, LongNetEncoder)
+    assert torch.equal(found.norm.weight, weights["encoder.layer_norm.weight"])
 
 
 @remedy("the checkpoint holds weights twice, wrapped and not; give prefix=. It has {}")

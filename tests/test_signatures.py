@@ -34,10 +34,8 @@ MADE: dict[str, list[dict[str, Any]]] = {
     "BlockSparseDilatedAttention": [{"layout": LAYOUT}],
     "BlockSparseRingDilatedAttention": [{"layout": LAYOUT}],
     "BlockSparseRingMultiheadDilatedAttention": [{**SHAPE, "layout": LAYOUT}, {**SHAPE, "layout": LAYOUT, "kdim": 3}],
-    "CrossAttention": [{**SHAPE, "num_kv_heads": 1, "bias": True}],
     "DilatedAttention": [BRANCHES],
     "GigaPathSlideEncoder": [{"config": models.GigaPathConfig(in_chans=4, encoder=VECTORS)}],
-    "LongNet": [{"config": models.EncoderDecoderConfig(encoder=TOKENS, decoder=TOKENS)}],
     "LongNetAttention": [{"config": TOKENS}],
     "LongNetEncoder": [{"config": TOKENS}, {"config": VECTORS}],
     "LongNetLM": [{"config": TOKENS}],
@@ -52,7 +50,7 @@ MADE: dict[str, list[dict[str, Any]]] = {
     "SelfAttention": [BLOCK, {**BLOCK, "sub_ln": True, "bias": True}],
     "TransformerBlock": [
         {**BLOCK, "mlp_dim": 4},
-        {**BLOCK, "mlp_dim": 4, "sub_ln": True, "bias": True, "cross_attention": True},
+        {**BLOCK, "mlp_dim": 4, "sub_ln": True, "bias": True},
     ],
 }
 

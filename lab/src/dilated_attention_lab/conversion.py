@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dilated_attention.models import (
     GigaPathSlideEncoder,
-    LongNet,
     LongNetAttention,
     LongNetLM,
     LongViT,
@@ -138,19 +137,6 @@ def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torc
     if isinstance(model, LongNetAttention):
         x = normal(config.embed_dim)
         return lambda m: m(x), lambda: released.attention(held, "", x, options(config))
-    if isinstance(model, LongNet):
-        decoder = model.config.decoder
-        source = normal(config.embed_dim) if config.vocab_size is None else words(config.vocab_size)
-        target = words(decoder.vocab_size)
-        half = "decoder."
-
-        def both() -> Tensor:
-            x = source if config.vocab_size is None else held["encoder.embed_tokens.weight"][source]
-            states = released.stack(held, "encoder.", x, options(config))
-            y = held[f"{half}embed_tokens.weight"][target]
-            return _logits(held, half, released.stack(held, half, y, options(decoder, True), states))
-
-        return lambda m: m(source, target), both
     if config.vocab_size is None:
         x = normal(config.embed_dim)
         return lambda m: m(x), lambda: released.stack(held, "", x, options(config))

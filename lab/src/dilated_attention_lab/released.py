@@ -131,29 +131,16 @@ def attention(state: Mapping[str, Tensor], prefix: str, x: Tensor, options: Atte
     return _linear(state, f"{prefix}out_proj", out)
 
 
-def _cross_attention(state: Mapping[str, Tensor], prefix: str, x: Tensor, source: Tensor, heads: int) -> Tensor:
-    q, k, v = (
-        _linear(state, f"{prefix}{name}_proj", y).unflatten(-1, (heads, -1)).transpose(1, 2)
-        for name, y in (("q", x), ("k", source), ("v", source))
-    )
-    return _linear(state, f"{prefix}out_proj", F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-def stack(
-    state: Mapping[str, Tensor], prefix: str, x: Tensor, options: Attention, source: Tensor | None = None
-) -> Tensor:
+def stack(state: Mapping[str, Tensor], prefix: str, x: Tensor, options: Attention) -> Tensor:
     """Run torchscale's pre-norm LongNet encoder or decoder on embedded x `(batch, seq, embed_dim)`.
 
-    With the encoder's states `source`, each layer attends to them too. A final norm is applied if `state` holds one.
+    A final norm is applied if `state` holds one.
     """
     i = 0
     while f"{prefix}layers.{i}.self_attn.q_proj.weight" in state:
         layer = f"{prefix}layers.{i}."
         normed = _norm(state, f"{layer}self_attn_layer_norm", x)
         x = x + attention(state, f"{layer}self_attn.", normed, options)
-        if source is not None:
-            normed = _norm(state, f"{layer}encoder_attn_layer_norm", x)
-            x = x + _cross_attention(state, f"{layer}encoder_attn.", normed, source, options.num_heads)
         hidden = _linear(state, f"{layer}ffn.fc1", _norm(state, f"{layer}final_layer_norm", x))
         hidden = F.gelu(hidden.float()).type_as(hidden)
         if f"{layer}ffn.ffn_layernorm.weight" in state:

@@ -1,4 +1,4 @@
-"""Provide LongNet as encoder, language model and encoder-decoder, GigaPath, LongViT, checkpoints and generation."""
+"""Provide LongNet as encoder and language model, GigaPath, LongViT, checkpoints and generation."""
 
 from dilated_attention.models.attended_tiles import TileAttention, tile_attention
 from dilated_attention.models.checkpoints import (
@@ -8,20 +8,18 @@ from dilated_attention.models.checkpoints import (
     read_checkpoint,
     read_weights,
 )
-from dilated_attention.models.configuration import BlockMixture, EncoderDecoderConfig, LongNetConfig, NativeSparse
+from dilated_attention.models.configuration import BlockMixture, LongNetConfig, NativeSparse
 from dilated_attention.models.generation import KeyValueCache, sample
 from dilated_attention.models.gigapath import GigaPathConfig, GigaPathSlideEncoder
-from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
+from dilated_attention.models.longnet import LongNetAttention, LongNetEncoder, LongNetLM
 from dilated_attention.models.longvit import LongViT, LongViTConfig
 from dilated_attention.models.pretrained import Pretrained
 
 __all__ = [
     "BlockMixture",
-    "EncoderDecoderConfig",
     "GigaPathConfig",
     "GigaPathSlideEncoder",
     "KeyValueCache",
-    "LongNet",
     "LongNetAttention",
     "LongNetConfig",
     "LongNetEncoder",

@@ -22,26 +22,25 @@ import torch
 from torch import Tensor
 
 from dilated_attention import Dilated
-from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
+from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.models.gigapath import PATTERN, GigaPathConfig, GigaPathSlideEncoder
-from dilated_attention.models.longnet import LongNet, LongNetAttention, LongNetEncoder, LongNetLM
+from dilated_attention.models.longnet import LongNetAttention, LongNetEncoder, LongNetLM
 from dilated_attention.models.longvit import RATES, SEGMENTS, LongViT, LongViTConfig
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.plumbing import storage
 
 Source = Mapping[str, Any] | str | Path
-Architecture = Literal["attention", "encoder", "decoder", "encoder-decoder"]
+Architecture = Literal["attention", "encoder", "decoder"]
 Compat = Literal["torchscale"] | None
 Model = TypeVar("Model", bound=Pretrained)
-ARCHITECTURES = ("attention", "encoder", "decoder", "encoder-decoder")
+ARCHITECTURES = ("attention", "encoder", "decoder")
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student")
 """The names of the entries under which training scripts put a state_dict into their files."""
 
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 """The parts that torch.compile, FSDP, activation checkpointing and data parallelism add to the names of weights."""
 _ROOTS, _HALVES = {"layers", "q_proj", "patch_embed"}, {"encoder", "decoder", "model"}
-"""The first parts of weight names by which known models are recognised: of a single model, and of a model with halves.
-"""
+"""The first parts of weight names by which known models are recognised: of a single model, and of one that holds it."""
 
 PICKLE_ERRORS = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OverflowError, MemoryError),
@@ -227,9 +226,9 @@ def load_torchscale(
     prefix: str = "",
     surplus: Literal["refuse", "warn"] = "refuse",
     backend: str = "auto",
-) -> LongNetAttention | LongNetEncoder | LongNetLM | LongNet:
-    """Load weights of torchscale's `DilatedAttention`, `LongNetEncoder`, `LongNetDecoder` or an encoder-decoder of them
-    into a new model, in evaluation mode.
+) -> LongNetAttention | LongNetEncoder | LongNetLM:
+    """Load weights of torchscale's `DilatedAttention`, `LongNetEncoder` or `LongNetDecoder` into a new model, in
+    evaluation mode.
 
     Widths, layers, sub-LN and xPos are read from the weights. The model computes pre-norm and gelu, torchscale's
     defaults. A checkpoint with neither sub-LN nor a final norm is considered post-norm and is refused.
@@ -239,10 +238,10 @@ def load_torchscale(
         segment_lengths, dilation_rates: torchscale's `segment_length` and `dilated_ratio`, which the weights do not
             contain.
         num_heads: the number of attention heads; with xPos it is read from the weights.
-        architecture: the model to make, `"attention"`, `"encoder"`, `"decoder"` or `"encoder-decoder"`; None: recognise
-            it from the names. Names under `encoder.` and `decoder.` mean an encoder-decoder, embed_tokens with
-            output_projection a decoder, other layers an encoder. For an encoder with embed_tokens and
-            output_projection, give `"encoder"` and surplus=`"warn"`: the encoder has no place for the projection.
+        architecture: the model to make, `"attention"`, `"encoder"` or `"decoder"`; None: recognise it from the names.
+            embed_tokens with output_projection mean a decoder, other layers an encoder. For an encoder with
+            embed_tokens and output_projection, give `"encoder"` and surplus=`"warn"`: the encoder has no place for the
+            projection.
         compat: `"torchscale"`: compute what torchscale computes with these weights, attended padding included. None:
             compute exact attention, with offsets="head_block", as the weights were trained.
         norm_eps: epsilon of the model's LayerNorms.
@@ -267,16 +266,11 @@ def load_torchscale(
     kind = _recognised(taken.tensors) if architecture is None else architecture
     options: dict[str, Any] = {"pattern": pattern, "compat": compat, "norm_eps": norm_eps}
     what = f"torchscale's {kind}"
-    model: LongNetAttention | LongNetEncoder | LongNetLM | LongNet
+    model: LongNetAttention | LongNetEncoder | LongNetLM
     if kind == "attention":
         config = _attention_config(taken, "", num_heads, options)
         _attention(taken, "attention.", "", config)
         model = LongNetAttention.empty(config, backend=backend)
-    elif kind == "encoder-decoder":
-        encoder, decoder = (_stack_config(taken, half, num_heads, options) for half in ("encoder.", "decoder."))
-        _stack(taken, "encoder.", "encoder.", encoder)
-        _stack(taken, "decoder.", "decoder.", decoder, cross=True, output=True)
-        model = LongNet.empty(EncoderDecoderConfig(encoder=encoder, decoder=decoder), backend=backend)
     else:
         config = _stack_config(taken, "", num_heads, options)
         if kind == "decoder" and config.vocab_size is None:
@@ -394,7 +388,10 @@ def _recognised(tensors: Mapping[str, Tensor]) -> Architecture:
         return "attention"
     halves = {half for name in tensors for half in ("encoder", "decoder") if name.startswith(f"{half}.layers.")}
     if len(halves) == 2:
-        return "encoder-decoder"
+        raise ValueError(
+            "the checkpoint is of an encoder-decoder, which is not supported; give the prefix of its encoder's names "
+            'to load that half, such as prefix="encoder."'
+        )
     if any(name.startswith("layers.") for name in tensors):
         return "decoder" if {"embed_tokens.weight", "output_projection.weight"} <= tensors.keys() else "encoder"
     raise ValueError(
@@ -490,13 +487,10 @@ def _halves(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _stack(
-    taken: _Taken, ours: str, theirs: str, config: LongNetConfig, *, cross: bool = False, output: bool = False
-) -> None:
+def _stack(taken: _Taken, ours: str, theirs: str, config: LongNetConfig, *, output: bool = False) -> None:
     """Take torchscale's weights named `theirs` + ... as those of a `LongNetStack` named `ours` + ...
 
-    cross: with cross-attention. output: with a vocabulary, take the output projection too, or only accept its name if
-    it is tied to the embedding.
+    output: with a vocabulary, take the output projection too, or only accept its name if it is tied to the embedding.
     """
     dim, width = config.embed_dim, config.mlp_width
     for i in range(config.num_layers):
@@ -508,13 +502,6 @@ def _stack(
         taken.layer(f"{block}.mlp.2", f"{layer}.ffn.fc2", dim, width)
         if config.sub_ln:
             taken.layer(f"{block}.mlp.1.1", f"{layer}.ffn.ffn_layernorm", width)
-        if cross:
-            taken.layer(f"{block}.cross_norm", f"{layer}.encoder_attn_layer_norm", dim)
-            taken.layer(f"{block}.cross_attention.input", f"{layer}.encoder_attn.q_proj", dim, dim)
-            taken.layer(f"{block}.cross_attention.output", f"{layer}.encoder_attn.out_proj", dim, dim)
-            for part, shape in (("weight", (dim, dim)), ("bias", (dim,))):
-                pair = [taken.take(f"{layer}.encoder_attn.{name}_proj.{part}", *shape) for name in ("k", "v")]
-                taken.weights[f"{block}.cross_attention.source.{part}"] = _cat(pair)
     if config.final_norm:
         taken.layer(f"{ours}norm", f"{theirs}layer_norm", dim)
     if config.vocab_size is not None:

@@ -194,7 +194,7 @@ PAPER = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongNetConfig(Configuration):
-    """Describe a LongNet: a `LongNetEncoder`, a `LongNetLM`, or either half of a `LongNet`.
+    """Describe a LongNet: a `LongNetEncoder` or a `LongNetLM`.
 
     The defaults are a small plain language model; `LongNetConfig.preset("longnet-base")` is the paper's model.
 
@@ -357,35 +357,3 @@ class LongNetConfig(Configuration):
             return None
         scale_base = float(self.xpos_scale_base) if self.positions == "xpos" else None
         return Rotary(self.head_dim, float(self.rope_base), scale_base)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderDecoderConfig(Configuration):
-    """Describe both halves of a `LongNet`, which have the same width.
-
-    Examples:
-        >>> from dilated_attention.models import EncoderDecoderConfig, LongNetConfig
-        >>> half = LongNetConfig(embed_dim=32, num_layers=1)
-        >>> config = EncoderDecoderConfig(encoder=half, decoder=half)
-        >>> EncoderDecoderConfig.from_json(config.to_json()) == config
-        True
-    """
-
-    nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig, "decoder": LongNetConfig}
-
-    encoder: LongNetConfig
-    decoder: LongNetConfig
-
-    def __post_init__(self) -> None:
-        for name in ("encoder", "decoder"):
-            if not isinstance(getattr(self, name), LongNetConfig):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be a LongNetConfig")
-        if self.encoder.embed_dim != self.decoder.embed_dim:
-            raise ValueError(
-                f"embed_dim: encoder and decoder must have the same; got {self.encoder.embed_dim} and "
-                f"{self.decoder.embed_dim}"
-            )
-        if self.decoder.vocab_size is None:
-            raise ValueError("decoder: vocab_size=None: a decoder writes tokens; give their number")
-        if not self.encoder.final_norm:
-            raise ValueError("encoder: final_norm=False: the decoder reads normed vectors; leave it True")

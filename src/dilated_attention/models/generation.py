@@ -27,7 +27,6 @@ from torch import Tensor
 
 from dilated_attention import Dilated
 from dilated_attention.models.configuration import MOST_TOKENS, LongNetConfig
-from dilated_attention.nn import Source
 from dilated_attention.plumbing import Mesh, checks, fused, merge_into, progressions, summed_over
 
 # Scale lengths between a position and the origin of xPos before the cached keys move to a nearer origin: keys then
@@ -274,8 +273,6 @@ class KeyValueCache:
         self.buffers = _buffers(config, max_len)
         self.spans: list[_Span] | None = None
         self.origins = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.source: Source | None = None  # of cross-attention
-        self.source_mask: Tensor | None = None
         self.layers = [_Layer(self) for _ in range(config.num_layers)]
 
     @property

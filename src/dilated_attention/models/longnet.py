@@ -1,8 +1,7 @@
-"""Provide LongNet as encoder, language model and encoder-decoder, and the attention of one layer."""
+"""Provide LongNet as encoder and language model, and the attention of one layer."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,12 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention import UnsupportedError
-from dilated_attention.models.configuration import EncoderDecoderConfig, LongNetConfig
+from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.models.generation import KeyValueCache, check_sampling, sample
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.models.stack import LongNetStack, places_of, tables_of
-from dilated_attention.nn import CrossAttention, SelfAttention, Source
+from dilated_attention.nn import SelfAttention
 from dilated_attention.parallel import cp_mean, sequence_range, shard_sequence
 from dilated_attention.plumbing import checks, dtype_of_products, from_rank, held_mesh, hooked, mesh_size, require_same
 
@@ -98,12 +97,10 @@ class LongNetEncoder(LongNetStack):
         True
     """
 
-    def __init__(
-        self, config: LongNetConfig, *, backend: str = "auto", cross_attention: bool = False, gain: float | None = None
-    ) -> None:
+    def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
         if config.selection is not None:
             raise UnsupportedError("an encoder with config.selection is not supported: such attention is causal")
-        super().__init__(config, backend=backend, cross_attention=cross_attention, gain=gain)
+        super().__init__(config, backend=backend)
 
     def forward(
         self,
@@ -156,10 +153,6 @@ class LongNetLM(LongNetStack):
     returns logits `(batch, seq, vocab_size)`; the logits at t see the tokens up to t. With `config.pattern=None` the
     model has the same parameters, with the same initial values, and dense attention.
 
-    Args:
-        cross_attention: add cross-attention. The model is then the decoder of a `LongNet`, which gives it a source.
-        gain: the gain of MAGNETO's initialisation, see `reset_parameters`; None: the one for a model without encoder.
-
     Examples:
         >>> from dilated_attention import Dilated
         >>> from dilated_attention.models import LongNetConfig, LongNetLM
@@ -171,12 +164,10 @@ class LongNetLM(LongNetStack):
         torch.Size([1, 43])
     """
 
-    def __init__(
-        self, config: LongNetConfig, *, backend: str = "auto", cross_attention: bool = False, gain: float | None = None
-    ) -> None:
+    def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
         if config.vocab_size is None:
             raise ValueError("vocab_size=None: a language model writes tokens; give their number")
-        super().__init__(config, backend=backend, cross_attention=cross_attention, gain=gain)
+        super().__init__(config, backend=backend)
         self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         if self.output is not None:
             nn.init.normal_(self.output.weight, std=config.embed_dim**-0.5)
@@ -199,8 +190,6 @@ class LongNetLM(LongNetStack):
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         cu_seqlens: Sequence[int] | Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
-        source: Float[Tensor, "batch keys embed_dim"] | None = None,
-        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch seq vocab"]:
         """Return the logits of the token that follows each token.
 
@@ -212,9 +201,7 @@ class LongNetLM(LongNetStack):
             cu_seqlens: the edges of samples that are packed one after another, batch 1; over a mesh, the edges in the
                 whole sequence. Each sample gets the logits that it would have alone.
             seq_len: over a mesh, the length of the whole sequence; None: equal shards.
-            source, source_lengths: the encoder's states and their lengths, for a decoder with cross_attention.
         """
-        read, mask = self._read(source, source_lengths)
         x = self.embed(tokens)
         warn_of_layout(tokens)
         (states,) = self.hidden(
@@ -224,8 +211,6 @@ class LongNetLM(LongNetStack):
             lengths=lengths if self.mesh is None else None,  # no token sees the padding after it
             cu_seqlens=cu_seqlens,
             seq_len=seq_len,
-            source=read,
-            source_mask=mask,
         )
         if lengths is not None and self.mesh is not None:
             whole = tokens.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
@@ -233,23 +218,6 @@ class LongNetLM(LongNetStack):
             kept = within(checked_lengths(lengths, len(tokens), whole), whole, x.device)[:, start:stop]
             states = states.masked_fill(~kept[..., None], 0.0)
         return self.logits(states)
-
-    def _read(
-        self, source: Tensor | None, source_lengths: Sequence[int] | Tensor | None, *, keep: bool = False
-    ) -> tuple[Source | None, Tensor | None]:
-        if (source is None) == any(isinstance(x, CrossAttention) for x in self.modules()):
-            raise ValueError("source: a decoder with cross_attention needs the encoder's states, no other takes them")
-        if source is None:
-            return None, None
-        width = self.config.embed_dim
-        if source.dim() != 3 or source.shape[2] != width:
-            raise ValueError(f"source must be (batch, keys, embed_dim={width}); got shape {tuple(source.shape)}")
-        if source_lengths is None:
-            return Source(source, keep=keep), None
-        counts = checked_lengths(source_lengths, source.shape[0], source.shape[1])
-        if not min(counts):
-            raise ValueError(f"source_lengths must be positive: a decoder needs something to read; got {counts}")
-        return Source(source, keep=keep), within(counts, source.shape[1], source.device)[:, None, None]
 
     def loss(
         self, tokens: Int[Tensor, "batch seq_and_one"], lengths: Sequence[int] | Int[Tensor, " batch"] | None = None
@@ -289,8 +257,6 @@ class LongNetLM(LongNetStack):
         *,
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         max_len: int | None = None,
-        source: Float[Tensor, "batch keys embed_dim"] | None = None,
-        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "batch vocab"], KeyValueCache]:
         """Return the logits after the last token of each prompt, and the cache to continue from.
 
@@ -300,7 +266,6 @@ class LongNetLM(LongNetStack):
         Args:
             lengths: number of tokens of each prompt, at least 1; needed if they differ.
             max_len: the most tokens that a sample will have; None: any number (not with dense attention).
-            source, source_lengths: as in `forward`.
         """
         require_tokens(tokens, self.config.vocab_size)
         if self.config.selection is not None:
@@ -315,15 +280,12 @@ class LongNetLM(LongNetStack):
             require_same("prefill", self.mesh, tokens, lengths=counts, max_len=max_len)
         x = self.embed(tokens if self.mesh is None else shard_sequence(tokens, self.mesh))
         cache = KeyValueCache(self.config, batch, max_len=max_len, dtype=dtype_of_products(x), device=x.device)
-        cache.source, cache.source_mask = self._read(source, source_lengths, keep=True)
         (states,) = self.hidden(
             x,
             is_causal=True,
             lengths=counts if self.mesh is None else lengths,
             seq_len=None if self.mesh is None else seq,
             cache=cache,
-            source=cache.source,
-            source_mask=cache.source_mask,
         )
         if self.mesh is not None:
             mine = states[:, -1] if states.shape[1] else states.new_empty(batch, states.shape[2])
@@ -347,7 +309,7 @@ class LongNetLM(LongNetStack):
         positions = cache.step()
         tables = tables_of(self.config, (positions, cache.origins), x)
         for i, block in enumerate(self.blocks):
-            x = block(x, tables, True, memory=cache.layers[i], source=cache.source, source_mask=cache.source_mask)
+            x = block(x, tables, True, memory=cache.layers[i])
         cache.end([1] * cache.batch_size)
         return self.logits(self.norm(x)[:, 0])
 
@@ -362,8 +324,6 @@ class LongNetLM(LongNetStack):
         top_p: float | None = None,
         stop_token: int | None = None,
         generator: torch.Generator | None = None,
-        source: Float[Tensor, "batch keys embed_dim"] | None = None,
-        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
     ) -> Iterator[Int[Tensor, " batch"]]:
         """Return an iterator over sampled tokens that continue the prompts, one per sample at a time.
 
@@ -377,9 +337,7 @@ class LongNetLM(LongNetStack):
             stop_token = checks.integer("stop_token", stop_token, 0, (self.config.vocab_size or 0) - 1)
         require_tokens(tokens, self.config.vocab_size)
         max_len = tokens.shape[1] + max_new_tokens
-        first, cache = self.prefill(
-            tokens, lengths=lengths, max_len=max_len, source=source, source_lengths=source_lengths
-        )
+        first, cache = self.prefill(tokens, lengths=lengths, max_len=max_len)
         draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         return self._continued(first, cache, max_new_tokens, draw, stop_token)
 
@@ -420,7 +378,6 @@ class LongNetLM(LongNetStack):
             top_k, top_p: sample among the k most likely tokens, or the fewest that reach probability p together.
             stop_token: the token that ends a sample; it is repeated until all samples have ended.
             generator: the random generator used for sampling.
-            source, source_lengths: as in `forward`.
         """
         vocab_size = self.config.vocab_size or 0
         require_tokens(tokens, vocab_size)
@@ -437,63 +394,3 @@ class LongNetLM(LongNetStack):
         seq = torch.arange(tokens.shape[1], device=tokens.device)
         out = torch.cat((tokens.masked_fill(seq >= counts, 0), torch.zeros_like(drawn)), 1)
         return out.scatter(1, counts + torch.arange(len(new), device=tokens.device), drawn)
-
-
-class LongNet(Pretrained):
-    """Join a `LongNetEncoder` and a causal decoder with dense cross-attention to the encoder's states.
-
-    forward takes a source (tokens, or vectors if the encoder has `vocab_size=None`) and target tokens `(batch,
-    seq)`. It returns the decoder's logits `(batch, seq, vocab_size)`; the logits at t see the whole source and the
-    target up to t.
-
-    Only self-attention is dilated: the paper defines no dilated cross-attention, and torchscale has none.
-
-    Examples:
-        >>> from dilated_attention.models import EncoderDecoderConfig, LongNet, LongNetConfig
-        >>> half = LongNetConfig(embed_dim=32, num_layers=1)
-        >>> model = LongNet(EncoderDecoderConfig(encoder=half, decoder=half))
-        >>> model(torch.randint(256, (1, 50)), torch.randint(256, (1, 7))).shape  # source and target tokens
-        torch.Size([1, 7, 256])
-    """
-
-    configuration = EncoderDecoderConfig
-    config: EncoderDecoderConfig
-
-    def __init__(self, config: EncoderDecoderConfig, *, backend: str = "auto") -> None:
-        super().__init__()
-        self.config = config
-        n, m = config.encoder.num_layers, config.decoder.num_layers
-        gain = math.sqrt(math.log(3 * m) * math.log(2 * n) / 3)
-        self.encoder = LongNetEncoder(config.encoder, backend=backend, gain=gain)
-        gain = math.sqrt(math.log(3 * m))
-        self.decoder = LongNetLM(config.decoder, backend=backend, cross_attention=True, gain=gain)
-
-    def forward(
-        self,
-        source: Tensor,
-        target: Int[Tensor, "batch seq"],
-        *,
-        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
-    ) -> Float[Tensor, "batch seq vocab"]:
-        """Return the decoder's logits.
-
-        Args:
-            source_lengths: number of tokens of each source; padding affects nothing. (Padding after a target needs no
-                lengths: no earlier token sees it.)
-        """
-        states = self.encoder(source, lengths=source_lengths)
-        return self.decoder(target, source=states, source_lengths=source_lengths)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        source: Tensor,
-        target: Int[Tensor, "batch seq"],
-        max_new_tokens: int,
-        *,
-        source_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
-        **options: Any,
-    ) -> Int[Tensor, "batch longer"]:
-        """Return target continued by `max_new_tokens` sampled tokens; options as in `LongNetLM.generate`."""
-        states = self.encoder(source, lengths=source_lengths)
-        return self.decoder.generate(target, max_new_tokens, source=states, source_lengths=source_lengths, **options)

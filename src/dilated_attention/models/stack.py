@@ -25,7 +25,7 @@ from dilated_attention.models.packing import (
     within,
 )
 from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.nn import Source, TransformerBlock
+from dilated_attention.nn import TransformerBlock
 from dilated_attention.parallel import sequence_range
 from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, dtype_of_products, held_mesh, mesh_size
 
@@ -98,8 +98,6 @@ class _Asked:
     cache: KeyValueCache | None
     all_layers: bool
     first_only: bool
-    source: Source | None = None
-    source_mask: Tensor | None = None
 
 
 class LongNetStack(Pretrained):
@@ -107,10 +105,6 @@ class LongNetStack(Pretrained):
 
     It follows LongNet (Ding et al. 2023, arXiv:2307.02486), and with `config.sub_ln` MAGNETO (arXiv:2210.06423).
     A subclass adds `forward`, which calls `embed` and `hidden`.
-
-    Args:
-        cross_attention: add cross-attention to every block.
-        gain: the gain of MAGNETO's initialisation, see `reset_parameters`; None: sqrt(log(2 num_layers)).
 
     Attributes:
         gradient_checkpointing: in training, keep only the input of each block and recompute the rest in the backward.
@@ -122,9 +116,7 @@ class LongNetStack(Pretrained):
     configuration = LongNetConfig
     config: LongNetConfig
 
-    def __init__(
-        self, config: LongNetConfig, *, backend: str = "auto", cross_attention: bool = False, gain: float | None = None
-    ) -> None:
+    def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
         super().__init__()
         self.config = config
         self.backend = backend
@@ -144,7 +136,6 @@ class LongNetStack(Pretrained):
                 norm_eps=config.norm_eps,
                 dropout=config.dropout,
                 attention_dropout=config.attention_dropout,
-                cross_attention=cross_attention,
             )
             for _ in range(config.num_layers)
         )
@@ -152,7 +143,6 @@ class LongNetStack(Pretrained):
             for block in self.blocks:
                 block.attention = SelectedAttention(config, backend)
         self.norm = nn.LayerNorm(config.embed_dim, config.norm_eps) if config.final_norm else nn.Identity()
-        self.gain = math.sqrt(math.log(2 * config.num_layers)) if gain is None else gain
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -162,9 +152,7 @@ class LongNetStack(Pretrained):
         whose output is added to the residual stream.
 
         With sub_ln the blocks follow MAGNETO's initialisation: Xavier normal, with gain sqrt(log(2 num_layers)) for
-        values, outputs and the MLP, and with gain 1 for queries, keys and cross-attention. In an encoder-decoder the
-        first gain is sqrt(log(3 decoder layers) log(2 encoder layers) / 3) in the encoder and
-        sqrt(log(3 decoder layers)) in the decoder.
+        values, outputs and the MLP, and with gain 1 for queries and keys.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # a language model's own output.weight, without a dot before it, adds to nothing
@@ -176,17 +164,14 @@ class LongNetStack(Pretrained):
                 nn.init.ones_(parameter)
         if not self.config.sub_ln:
             return
+        gain = math.sqrt(math.log(2 * self.config.num_layers))
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
-            attention, cross = block.attention, block.cross_attention
+            attention = block.attention
             rows = [heads * attention.head_dim for heads in attention.heads]
-            _draw_parts(attention.input.weight, rows, (1.0, 1.0, self.gain))
+            _draw_parts(attention.input.weight, rows, (1.0, 1.0, gain))
             for name in ("attention.output.weight", "mlp.0.weight", "mlp.2.weight"):
-                nn.init.xavier_normal_(block.get_parameter(name), self.gain)
-            if cross is not None:
-                nn.init.xavier_normal_(cross.input.weight)
-                _draw_parts(cross.source.weight, [cross.source.out_features // 2] * 2, (1.0, 1.0))
-                nn.init.xavier_normal_(cross.output.weight)
+                nn.init.xavier_normal_(block.get_parameter(name), gain)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Take inputs as shards over `mesh`, or whole if None.
@@ -221,7 +206,6 @@ class LongNetStack(Pretrained):
         cache: KeyValueCache | None = None,
         all_layers: bool = False,
         first_only: bool = False,
-        **sources: Any,
     ) -> list[Float[Tensor, "batch seq embed_dim"]]:
         """Return [last], the states after the last block and the final norm.
 
@@ -232,17 +216,15 @@ class LongNetStack(Pretrained):
         Args:
             positions, seq_len, first_only: as in `LongNetEncoder.forward`.
             cache: a new cache, which gets the keys and values of these tokens.
-            sources: `source` and `source_mask` of cross-attention.
         """
         batch, seq, width = x.shape
         if self.mesh is not None:
-            for name, given in {"lengths": lengths, **sources}.items():
-                if given is not None:
-                    raise UnsupportedError(
-                        f"{name} with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
-                    )
+            if lengths is not None:
+                raise UnsupportedError(
+                    "lengths with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
+                )
             seq_len = seq * mesh_size(self.mesh) if seq_len is None else seq_len
-        asked = _Asked(is_causal, seq_len, cache, all_layers, first_only, **sources)
+        asked = _Asked(is_causal, seq_len, cache, all_layers, first_only)
         if cu_seqlens is not None:
             if lengths is not None:
                 raise ValueError(
@@ -274,7 +256,7 @@ class LongNetStack(Pretrained):
         counts: the tokens of each packed sample; None: x is not packed. places: from `places_of` or `_packed_places`.
         """
         cache, seq_len = asked.cache, asked.seq_len
-        apart = counts is not None and cache is None and asked.source is None and self.mesh is None
+        apart = counts is not None and cache is None and self.mesh is None
         runs = packs(counts) if counts is not None and apart else []
         # Not in training: a checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         if len(runs) > 1 and not (torch.is_grad_enabled() or self.training):
@@ -308,8 +290,6 @@ class LongNetStack(Pretrained):
                 "cu_seqlens": cu_seqlens,
                 "seq_len": asked.seq_len,
                 "memory": None if asked.cache is None else asked.cache.layers[i],
-                "source": asked.source,
-                "source_mask": asked.source_mask,
                 "first_only": asked.first_only and block is self.blocks[-1],
                 "shard_dropout": None if dropped is None else replace(dropped, layer=i),
             }

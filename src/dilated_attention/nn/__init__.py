@@ -12,14 +12,13 @@ from dilated_attention.nn.block_mixture import BlockAttentionMixture
 from dilated_attention.nn.native_sparse import NativeSparseAttention
 from dilated_attention.nn.positions import Rotary, grid_sines, rotary_tables, rotate
 from dilated_attention.nn.selection import SelectionCache
-from dilated_attention.nn.transformer import CrossAttention, SelfAttention, Source, TransformerBlock
+from dilated_attention.nn.transformer import SelfAttention, TransformerBlock
 
 __all__ = [
     "BlockAttentionMixture",
     "BlockSparseDilatedAttention",
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
-    "CrossAttention",
     "DilatedAttention",
     "MultiheadDilatedAttention",
     "NativeSparseAttention",
@@ -27,7 +26,6 @@ __all__ = [
     "Rotary",
     "SelectionCache",
     "SelfAttention",
-    "Source",
     "TransformerBlock",
     "grid_sines",
     "rotary_tables",

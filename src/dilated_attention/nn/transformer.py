@@ -1,4 +1,4 @@
-"""Provide the pre-norm transformer block: self-attention, cross-attention, MLP."""
+"""Provide the pre-norm transformer block: self-attention and MLP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention import checks
@@ -26,7 +26,7 @@ from dilated_attention.torch_internals import hooked, in_torch_func
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
 # A compiled graph has one piece: with more it would be of one length.
 _ROWS = 2048
-_PLACES = 3  # what a block adds to x: attention, cross-attention, MLP
+_PLACES = 2  # what a block adds to x: attention, MLP
 
 
 @runtime_checkable
@@ -174,86 +174,6 @@ def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) 
     return x[:, :1] if cu_seqlens is None else x[:, cu_seqlens[:-1]]
 
 
-class Source:
-    """Hold the encoder states that a decoder reads, `(batch, keys, embed_dim)`.
-
-    keep: store the keys and values that each layer computes from the states, so that decoding computes them once.
-
-    Examples:
-        >>> from dilated_attention.nn import CrossAttention, Source
-        >>> source = Source(torch.randn(1, 10, 32), keep=True)
-        >>> layer = CrossAttention(32, num_heads=4, num_kv_heads=2)
-        >>> layer(torch.randn(1, 1, 32), source).shape  # later calls read the same keys and values
-        torch.Size([1, 1, 32])
-    """
-
-    def __init__(self, states: Float[Tensor, "batch keys embed_dim"], *, keep: bool = False) -> None:
-        self.states, self.keep = states, keep
-        self._kept: dict[CrossAttention, tuple[Tensor, Tensor]] = {}
-
-    def read(self, layer: CrossAttention) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that `layer` computes from the states."""
-        found = self._kept.get(layer) or layer.project(self.states)
-        if self.keep:
-            self._kept[layer] = found
-        return found
-
-
-class CrossAttention(nn.Module):
-    """Compute W_o softmax(W_q x (W_k s)ᵀ / sqrt(head_dim)) W_v s, dense: every token of x sees the whole source s.
-
-    As in torchscale's decoder, it encodes no positions and has no sub-LN (no norm between attention and W_o).
-
-    Examples:
-        >>> from dilated_attention.nn import CrossAttention, Source
-        >>> layer = CrossAttention(32, num_heads=4, num_kv_heads=4)
-        >>> layer(torch.randn(1, 6, 32), Source(torch.randn(1, 10, 32))).shape  # 6 tokens read 10 states
-        torch.Size([1, 6, 32])
-    """
-
-    def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int, *, bias: bool = False) -> None:
-        super().__init__()
-        embed_dim, num_heads, num_kv_heads = checks.heads(embed_dim, num_heads, num_kv_heads)
-        self.heads = (num_heads, num_kv_heads)
-        self.head_dim = embed_dim // num_heads
-        self.input = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.source = nn.Linear(embed_dim, 2 * num_kv_heads * self.head_dim, bias=bias)
-        self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
-
-    def project(self, source: Float[Tensor, "batch keys embed_dim"]) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a source, `(batch, kv_heads, keys, head_dim)` each."""
-        k, v = self.source(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads[1], 1)
-        return k, v
-
-    def forward(
-        self,
-        x: Float[Tensor, "batch seq embed_dim"],
-        source: Source,
-        mask: Bool[Tensor, "samples 1 1 keys"] | None = None,
-        cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
-    ) -> Float[Tensor, "batch seq embed_dim"]:
-        """Return the attention's output, shaped like x.
-
-        Args:
-            mask: True where a key is seen; None: all are.
-            cu_seqlens: the edges of the samples that are packed in x; sample i reads row i of the source.
-        """
-        q = self.input(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        k, v = source.read(self)
-        attend = partial(F.scaled_dot_product_attention, enable_gqa=self.heads[0] != self.heads[1])
-        _, cu_seqlens = checks.ragged(x, None, cu_seqlens)
-        samples = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
-        if len(k) != samples and (len(k) != 1 or cu_seqlens is not None):
-            raise ValueError(f"source must have a row for each of {samples} samples; got {len(k)}")
-        if cu_seqlens is None:
-            out = attend(q, k, v, mask)
-        else:  # each its own source
-            masks = [None] * len(k) if mask is None else mask.split(1)
-            rows = zip(checks.samples(x.shape[1], None, cu_seqlens), k.split(1), v.split(1), masks, strict=True)
-            out = torch.cat([attend(q[:, :, at], *row) for (_, at), *row in rows], 2)
-        return self.output(out.transpose(1, 2).flatten(-2))
-
-
 @dataclass(frozen=True, eq=False)
 class ShardDropout:
     """Apply the residual stream's dropout over a mesh.
@@ -276,7 +196,7 @@ class ShardDropout:
     ) -> Float[Tensor, "batch shard embed_dim"]:
         """Set entries of x to 0 with probability p, and divide the others by 1 - p.
 
-        place: what the block adds as x; 0: attention, 1: cross-attention, 2: MLP.
+        place: what the block adds as x; 0: attention, 1: MLP.
         """
         tokens = torch.arange(self.start, self.start + x.shape[1], device=x.device)
         channels = torch.arange(x.shape[2], device=x.device)[:, None]
@@ -287,15 +207,12 @@ class ShardDropout:
 
 
 class TransformerBlock(nn.Module):
-    """Compute a pre-norm block: x + A(LN x), then x + C(LN x, source), then x + W_2 LN gelu(W_1 LN x).
-
-    A is `SelfAttention` and C is `CrossAttention`, which only a decoder with a source has.
+    """Compute a pre-norm block: x + A(LN x), then x + W_2 LN gelu(W_1 LN x). A is `SelfAttention`.
 
     Args:
         bias, sub_ln: as in `SelfAttention`; sub_ln also adds the LN inside the MLP.
         dropout: dropout, in training, of what is added to x.
         attention_dropout: dropout, in training, of the attention probabilities.
-        cross_attention: include C.
 
     Examples:
         >>> from dilated_attention import Window
@@ -319,7 +236,6 @@ class TransformerBlock(nn.Module):
         norm_eps: float = 1e-5,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
-        cross_attention: bool = False,
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(embed_dim, norm_eps)
@@ -327,10 +243,6 @@ class TransformerBlock(nn.Module):
             embed_dim, num_heads, num_kv_heads, pattern, backend, bias=bias, sub_ln=sub_ln, norm_eps=norm_eps,
             dropout=attention_dropout,
         )  # fmt: skip
-        self.cross_norm = nn.LayerNorm(embed_dim, norm_eps) if cross_attention else None
-        self.cross_attention = (
-            CrossAttention(embed_dim, num_heads, num_kv_heads, bias=bias) if cross_attention else None
-        )
         self.mlp_norm = nn.LayerNorm(embed_dim, norm_eps)
         self.mlp = nn.Sequential(
             nn.Linear(embed_dim, mlp_dim, bias=bias),
@@ -348,21 +260,16 @@ class TransformerBlock(nn.Module):
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
         memory: Memory | None = None,
-        source: Source | None = None,
-        source_mask: Bool[Tensor, "samples 1 1 keys"] | None = None,
         first_only: bool = False,
         shard_dropout: ShardDropout | None = None,
     ) -> Float[Tensor, "batch rows embed_dim"]:
         """Return the block's output, shaped like x, or with `first_only` only the rows of first tokens.
 
         Args:
-            source, source_mask: source and mask of `CrossAttention`.
             shard_dropout: over a mesh, replaces the block's own dropout.
 
         The other arguments are as in `SelfAttention`.
         """
-        if (self.cross_attention is None) != (source is None):
-            raise ValueError(f"source must be given if the block has cross_attention, else be None; got {source!r:.50}")
 
         def drop(x: Tensor, place: int) -> Tensor:
             if shard_dropout is None or not self.training:
@@ -372,16 +279,10 @@ class TransformerBlock(nn.Module):
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len, "memory": memory}
         out = self.attention(self.attention_norm(x), rotary, is_causal, first_only=first_only, **options)
         x = (first_tokens(x, cu_seqlens) if first_only else x) + drop(out, 0)
-        if self.cross_attention is not None:
-            assert self.cross_norm is not None
-            assert source is not None
-            edges = torch.arange(len(cu_seqlens)) if first_only and cu_seqlens is not None else cu_seqlens
-            read = self.cross_attention(self.cross_norm(x), source, source_mask, edges)
-            x = x + drop(read, 1)
         # In training, a checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         whole = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling() or in_torch_func()
         if whole or x.shape[0] * x.shape[1] <= _ROWS or hooked(self.mlp, self.mlp_norm):
-            return x + drop(self.mlp(self.mlp_norm(x)), 2)
+            return x + drop(self.mlp(self.mlp_norm(x)), 1)
         x = x.contiguous()
         for rows in x.view(-1, x.shape[-1]).split(_ROWS):
             rows += self.mlp(self.mlp_norm(rows))

@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     flag(parser, "overwrite", "write even if the folder exists")
     kinds = ("gigapath", "longvit", "torchscale")
     parser.add_argument("--kind", choices=kinds, required=True, help="which model the weights are for")
-    architectures = ("attention", "encoder", "decoder", "encoder-decoder")
+    architectures = ("attention", "encoder", "decoder")
     parser.add_argument("--architecture", choices=architectures, help="torchscale's model (default: recognised)")
     option(parser, "heads", positive, "attention heads", shown="16, or inferred from xPos")
     option(parser, "segments", integers, "segment lengths", shown="the released ones")
