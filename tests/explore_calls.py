@@ -105,7 +105,7 @@ class Trial:
         if INTERPRETED:
             served = ["triton"]
         else:
-            served = [name for name in served if name not in ("triton", "flash")]
+            served = [name for name in served if name != "triton"]
             served += [name for name in served if name != "reference"] * 2 + ["auto"]
         self.backend = draw.choice(served)
         self.gradient_of = call.gradient_of

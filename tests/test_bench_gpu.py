@@ -7,7 +7,6 @@ import math
 import os
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,42 +59,41 @@ def test_all_leaves_it_out_without_a_gpu(monkeypatch, tmp_path):
 def hopper(monkeypatch):
     """The experiment's checks of a GPU before it runs anything."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu, "Machine", SimpleNamespace(of=lambda device: MACHINE))
 
 
-MACHINE = gpu.Machine(torch.device("cuda"), has_flash=True)
+GPU = torch.device("cuda")
 
 
 def jobs(*parts):
-    return [job for part in parts or gpu.PARTS for group in gpu.PARTS[part](MACHINE) for job in group.jobs]
+    return [job for part in parts or gpu.PARTS for group in gpu.PARTS[part](GPU) for job in group.jobs]
 
 
 def test_the_groups_of_a_gpu():
     """A label names one group of a part, and a job of a group: rows of failures and the processes use it."""
     for part in gpu.PARTS.values():
-        found = part(MACHINE)
+        found = part(GPU)
         assert len(found) == len({group.label for group in found})
         for group in found:
             assert group.jobs
             assert len(group.jobs) == len({job.label for job in group.jobs})
         limits = sum(group.seconds for group in found)
         assert limits <= 540, "nine minutes, even if every group hangs"
-    labels = [group.label for group in gpu.part_1(MACHINE)]
+    labels = [group.label for group in gpu.part_1(GPU)]
     assert labels.index("right: what is timed") < labels.index("times, head_dim 128")
-    assert labels[-2:] == ["right: native, views", "right: flash, views"], "what may be misaligned comes last"
+    assert labels[-1] == "right: native, views", "what may be misaligned comes last"
     checked = {job.label for job in jobs(1)}
     assert {check.name for check in checks(777)} <= checked
     assert all(group.at_once == 1 for group in all_groups() if "times" in group.label or "tiles of" in group.label)
 
 
 def all_groups():
-    return [group for part in gpu.PARTS.values() for group in part(MACHINE)]
+    return [group for part in gpu.PARTS.values() for group in part(GPU)]
 
 
 def test_what_is_timed_was_checked():
     """Whatever is timed in part 1 or 3 launches the kernels of a case that part 1 compares with the oracle, at fewer
     tokens or another density."""
-    (right,) = (group for group in gpu.part_1(MACHINE) if group.label == "right: what is timed")
+    (right,) = (group for group in gpu.part_1(GPU) if group.label == "right: what is timed")
     timed = {
         job.run.args[0] for job in jobs(1, 3) if getattr(job.run, "func", None) in (speed.speed, speed.block_sparse)
     }
@@ -189,7 +187,7 @@ def test_a_job_that_ends_badly_leaves_the_others_their_rows(ending, at_once, tmp
 @pytest.mark.parametrize("part", gpu.PARTS)
 def test_the_process_of_a_job_finds_it(part, hopper, monkeypatch, capfd):
     """The process finds the job by the labels that its command names."""
-    for step, group in zip(gpu.steps(torch.device("cuda"), part), gpu.PARTS[part](MACHINE), strict=True):
+    for step, group in zip(gpu.steps(torch.device("cuda"), part), gpu.PARTS[part](GPU), strict=True):
         command, job = step.measure.args[1], group.jobs[-1]
         found = []
         monkeypatch.setattr(groups, "serve", lambda *x: found.append(x[:2]))  # noqa: B023

@@ -36,7 +36,7 @@ def calls(draw) -> dict[str, Any]:
         "pattern": draw(st.sampled_from(sorted(PATTERNS))),
         "masked": draw(st.booleans()),
         "options": {
-            "backend": draw(st.sampled_from(["auto", "auto", "native", "triton", "flash", "reference", "other"])),
+            "backend": draw(st.sampled_from(["auto", "auto", "native", "triton", "reference", "other"])),
             "is_causal": draw(st.booleans()),
             "scale": draw(st.sampled_from([None, 0.5, -0.5, 0.0, float("nan")])),
             "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
@@ -103,7 +103,7 @@ def test_on_the_cpu(call):
     least=st.sampled_from([None, 1, 3000, 1 << 40]),
 )
 def test_where_other_backends_serve(call, head_dims, needs, least):
-    """Simulates a GPU: triton and flash refuse by head_dim and needs, and triton is faster above some work."""
+    """Simulates a GPU: triton refuses by head_dim and needs, and is faster above some work."""
 
     def refusal(facts):
         if facts.head_dim not in head_dims or facts.dtype == torch.float8_e5m2:
@@ -117,7 +117,7 @@ def test_where_other_backends_serve(call, head_dims, needs, least):
         return torch.zeros_like(q), q.new_zeros(q.shape[:3])
 
     ran: list[str] = []
-    there = {"triton": {"refusal": refusal, "on_request": on_request}, "flash": {"refusal": refusal}}
+    there = {"triton": {"refusal": refusal, "on_request": on_request}}
     with mock.patch.dict(BACKENDS, recording(ran, forward=lambda problem, *x: computed(*x), attend=computed, **there)):
         said, done = both(call, ran)
     assert said == done

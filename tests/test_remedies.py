@@ -236,8 +236,6 @@ FOLLOWED_ELSEWHERE = {
 }  # fmt: skip
 
 NOT_FOLLOWED = {
-    "use float16 or bfloat16": "needs a GPU",
-    "use native or triton": "needs a GPU",
     "pip install triton": "installs a package",
     "then ask for it by name": "needs a GPU",
     "run `dilated-attention bench cpu --share` on such a machine": "needs an arm64 processor",

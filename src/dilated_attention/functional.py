@@ -95,8 +95,8 @@ def attention(
             gradient.
         return_lse: also return lse.
         backend: `"auto"`, `"native"` (PyTorch's fused operators), `"cpu"` (kernels in C++, for CPUs with AVX2 or
-            later), `"triton"` (GPU kernels, measured on an H200), `"flash"` (FlashAttention, if installed; no mask
-            except the causal one, no dropout, no layouts) or `"reference"` (dense, float64 inside, any derivative).
+            later), `"triton"` (GPU kernels, measured on an H200) or `"reference"` (dense, float64 inside, any
+            derivative).
         mesh: a 1-D `torch.distributed.DeviceMesh`, or a ProcessGroup, over whose ranks seq is sharded contiguously. q,
             k, v, out and lse are then this rank's shard, tokens `parallel.sequence_range(seq_len, mesh)`, and the
             results equal those on one device. lengths and cu_seqlens stay global.

@@ -5,7 +5,7 @@ They import nothing else from it, which tests/test_layering.py checks. These nam
 
 # ruff: noqa: F401
 from dilated_attention import checks, storage
-from dilated_attention.backends import blocks, cpu, flash, fused, native, table, triton
+from dilated_attention.backends import blocks, cpu, fused, native, table, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import PlanCache

@@ -31,7 +31,6 @@ class Check:
 
     Attributes:
         pattern: a function of the sequence length that returns the pattern; options: arguments of `attention`.
-        needs: whether the call needs a feature, apart from causality, that FlashAttention lacks.
         of_lse: whether the backward also gets a gradient of lse.
         views: whether q, k and v are parts of one tensor whose rows start one element off and have gaps.
         apart: a number added to q and subtracted from k, so that scores lie far below zero.
@@ -47,7 +46,6 @@ class Check:
     heads: int = 4
     kv_heads: int = 2
     batch: int = 2
-    needs: bool = False
     of_lse: bool = True
     views: bool = False
     apart: float = 0.0
@@ -160,18 +158,17 @@ def checks(seq_len: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Check]:
         Check("lengths", seq_len, branches, {"lengths": [seq_len, seq_len // 2]}),
         Check("packed", seq_len, branches, {"cu_seqlens": torch.tensor([0, seq_len // 2, seq_len // 2 + 1, seq_len])},
               batch=1),
-        Check("hidden keys", seq_len, branches, {"key_padding_mask": padded.expand(2, -1)}, needs=True),
-        Check("dropout", seq_len, branches, {"dropout_p": 0.2}, needs=True),
-        Check("a window", seq_len, lambda n: Window(n // 5), {"is_causal": True}, needs=True),
-        Check("a window to both sides", seq_len, lambda n: Window(n // 7, n // 3, leading=5), needs=True),
-        Check("strided window", seq_len, lambda n: Window(9, 4, rate=3) + Dilated((n // 3,), (2,)), needs=True),
-        Check("capped scores", seq_len, branches, {"is_causal": True, "softcap": 0.7}, needs=True),
-        Check("blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, 64), needs=True),
-        Check("blocks of each head", seq_len, lambda n: _layout_of_heads(n, 4), needs=True),
-        Check("causal blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, (64, 32)), {"is_causal": True},
-              needs=True),
+        Check("hidden keys", seq_len, branches, {"key_padding_mask": padded.expand(2, -1)}),
+        Check("dropout", seq_len, branches, {"dropout_p": 0.2}),
+        Check("a window", seq_len, lambda n: Window(n // 5), {"is_causal": True}),
+        Check("a window to both sides", seq_len, lambda n: Window(n // 7, n // 3, leading=5)),
+        Check("strided window", seq_len, lambda n: Window(9, 4, rate=3) + Dilated((n // 3,), (2,))),
+        Check("capped scores", seq_len, branches, {"is_causal": True, "softcap": 0.7}),
+        Check("blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, 64)),
+        Check("blocks of each head", seq_len, lambda n: _layout_of_heads(n, 4)),
+        Check("causal blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, (64, 32)), {"is_causal": True}),
         Check("blocks inside dilation", seq_len, lambda n: branches(n) * (lambda m: BlockLayout.local(m, 64, 16)),
-              {"is_causal": True}, needs=True),
+              {"is_causal": True}),
     ]  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from types import ModuleType
 
 import torch
 from jaxtyping import Float
@@ -289,10 +288,10 @@ def _every_row(x: Tensor, group: StridedGroup) -> Tensor:
 
 
 class _Whole:
-    """Hold a `Problem` and its tensors, of which each tile computes a part; `operators`: as in `forward`."""
+    """Hold a `Problem` and its tensors, of which each tile computes a part."""
 
-    def __init__(self, problem: Problem, operators: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.problem, self.operators = problem, operators
+    def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.problem = problem
         self.q, self.k, self.v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
         self.bias = None if problem.hidden is None else bias_of(problem.hidden, q.dtype)
         groups = problem.plan.groups if q.numel() else ()
@@ -345,7 +344,7 @@ class _Whole:
         if layouts is not None:
             out, lse = blocks.forward(tile.layout(layouts, group), scores, _every_row(q, group), *keys)
             return out.narrow(2, group.ahead, group.queries.count), lse.narrow(2, group.ahead, group.queries.count)
-        out, lse = self.operators.forward(scores, q, *keys)
+        out, lse = fused.forward(scores, q, *keys)
         if group.phantoms:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
@@ -360,7 +359,7 @@ class _Whole:
             part = part.views(lambda x: _every_row(x, group))
             dq, dk, dv = blocks.backward(tile.layout(layouts, group), scores, part, _every_row(q, group), *keys)
             return dq.narrow(2, group.ahead, group.queries.count), dk, dv
-        return self.operators.backward(scores, part, q, *keys)
+        return fused.backward(scores, part, q, *keys)
 
 
 def forward(
@@ -369,8 +368,6 @@ def forward(
     k: KeyTokens,
     v: KeyTokens,
     state: tuple[Tokens, TokenStatistic] | None = None,
-    *,
-    operators: ModuleType = fused,
 ) -> tuple[Tokens, TokenStatistic]:
     """Return (out, lse) of a problem, both contiguous: out shaped like q, and lse `(batch, seq, heads)`.
 
@@ -378,9 +375,8 @@ def forward(
 
     Args:
         state: a running (out, lse), contiguous, to merge into in place; then no group may be marked `first`.
-        operators: `fused`, or a module with its `forward` and `backward`.
     """
-    whole = _Whole(problem, operators, q, k, v)
+    whole = _Whole(problem, q, k, v)
     groups, inputs = whole.groups, whole.tensors
     if state is not None:
         out, lse = state
@@ -414,22 +410,19 @@ def backward(
     out: Tokens,
     lse: TokenStatistic,
     state: tuple[Tokens, KeyTokens, KeyTokens] | None = None,
-    *,
-    operators: ModuleType = fused,
 ) -> tuple[Tokens, KeyTokens, KeyTokens]:
     """Return the exact (dq, dk, dv) of a problem from the merged out and lse.
 
     Args:
         dlse: the gradient of the returned lse, or None.
         state: running (dq, dk, dv), single precision at least, contiguous, added to in place and returned.
-        operators: as in `forward`.
     """
     empty = lse == -torch.inf
     lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) = 0: rows that see nothing give no gradient
     if dlse is not None:
         dlse = dlse.masked_fill(empty, 0.0)
 
-    whole, plan = _Whole(problem, operators, q, k, v), problem.plan
+    whole, plan = _Whole(problem, q, k, v), problem.plan
     merged = Merged(_dense_rows(dout), dlse, _dense_rows(out), lse)
     groups, inputs = whole.groups, (*whole.tensors, merged.dout)
     head_dim = q.shape[-1] + (0 if dlse is None else 8)  # a gradient on lse appends at most 8 columns

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from dilated_attention.backends import cpu, flash, native, reference, triton
+from dilated_attention.backends import cpu, native, reference, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import Repeat
 from dilated_attention.errors import BackendError, UnsupportedError
@@ -81,11 +80,6 @@ _REGISTERED = (
     Backend(
         "native", "PyTorch's fused attention serves every device",
         native.refusal, lambda _: None, native.forward, native.backward, over_mesh=True, masks_over_mesh=True,
-    ),
-    Backend(
-        "flash", "FlashAttention is installed",
-        flash.refusal, lambda _: "not required to be installed; only on request",
-        partial(native.forward, operators=flash), partial(native.backward, operators=flash),
     ),
     Backend(
         "reference", "the definition, in double precision",

@@ -21,10 +21,9 @@ from dilated_attention_lab.verification import BARS, Check, poisoned_memory, rel
 def correctness(check: Check, backend: str, device: torch.device) -> Iterator[Row]:
     """Yield the largest relative error of each dtype and head_dim, against the float64 oracle on the same inputs."""
     for dtype, head_dim in product(check.dtypes, check.head_dims):
-        if backend != "flash" or (dtype != torch.float32 and head_dim % 8 == 0):
-            errors = check.errors(backend, dtype, head_dim, device)
-            parameters = {"seq_len": check.seq_len, "heads": check.heads, "kv_heads": check.kv_heads}
-            yield _largest_error(check.name, parameters | {"backend": backend, "head_dim": head_dim}, errors, dtype)
+        errors = check.errors(backend, dtype, head_dim, device)
+        parameters = {"seq_len": check.seq_len, "heads": check.heads, "kv_heads": check.kv_heads}
+        yield _largest_error(check.name, parameters | {"backend": backend, "head_dim": head_dim}, errors, dtype)
 
 
 def _largest_error(name: str, parameters: dict[str, Any], errors: dict[str, float], dtype: torch.dtype) -> Row:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
-from dilated_attention.plumbing import Kernel, flash
+from dilated_attention.plumbing import Kernel
 from dilated_attention_lab.bench import groups
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.groups import Group, Job
@@ -39,29 +39,15 @@ WINDOWED = replace(PAPER, method="dense", backend="auto", seq_len=32768, is_caus
 """The dense case beside which windows are timed."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Hold the device, and whether FlashAttention is available on it."""
-
-    device: torch.device
-    has_flash: bool = False
-
-    @classmethod
-    def of(cls, device: torch.device) -> Machine:
-        capability = torch.cuda.get_device_capability(device)
-        return cls(device, flash.version(capability) is not None)
-
-
 def steps(device: torch.device, part: int | None = None) -> list[Step]:
     """Return the steps of part 1, 2 or 3 of the suite, or of all three for None: one step for each `Group` that
     `part_1`, `part_2` or `part_3` returns. Raises ValueError without a GPU."""
     if device.type != "cuda":
         raise ValueError("the gpu suite needs a GPU: --device cuda")
-    machine = Machine.of(device)
     return [
         Step(group.label, partial(groups.run_apart, group, partial(_command, n, group, device)))
         for n in (PARTS if part is None else (part,))
-        for group in PARTS[n](machine)
+        for group in PARTS[n](device)
     ]
 
 
@@ -72,16 +58,14 @@ def _command(part: int, group: Group, device: torch.device, job: Job) -> list[st
 
 def _serve(request: dict[str, Any]) -> None:
     rows = groups.rows_apart_from_output()
-    machine = Machine.of(torch.device(request["device"]))
-    (group,) = (x for x in PARTS[request["part"]](machine) if x.label == request["group"])
+    (group,) = (x for x in PARTS[request["part"]](torch.device(request["device"])) if x.label == request["group"])
     (job,) = (x for x in group.jobs if x.label == request["job"])
     groups.serve(group, job, lambda line: print(line, file=rows, flush=True))
 
 
-def part_1(machine: Machine) -> list[Group]:
+def part_1(device: torch.device) -> list[Group]:
     """Return the jobs that show whether the kernels are right and fast enough to go on: check those that are timed,
     time them, then check everything else."""
-    device, native = machine.device, ["native"] + ["flash"] * machine.has_flash
     plain, views = ([x for x in checks(777) if x.views == whether] for whether in (False, True))
     as_timed = {label: correctness.as_timed(case, label) for label, case in timed_cases().items()}
     right = [Job(label, partial(correctness.correctness, x, "triton", device)) for label, x in as_timed.items()]
@@ -93,7 +77,7 @@ def part_1(machine: Machine) -> list[Group]:
     return [
         Group("rates of this GPU", 15, [Job("rates", partial(ceilings, device))]),
         Group("right: what is timed", 60, [*right, Job("wide offsets", wide)], CORES),
-        *(Group(f"times, head_dim {d}", 75, _speeds(machine, d, 65536, 4.0)) for d in (128, 64)),
+        *(Group(f"times, head_dim {d}", 75, _speeds(device, d, 65536, 4.0)) for d in (128, 64)),
         *(Group(f"times, blocks, {n:,} tokens", 50, [
             _block_sparse(sparse(x, n), device, 3.0, flex=False) for x in speed.SPEED_UPS
         ]) for n in (32768, 4096)),
@@ -101,15 +85,15 @@ def part_1(machine: Machine) -> list[Group]:
             *_right([*plain, *views], "triton", device),
             Job("rows from elsewhere", partial(correctness.elsewhere, device)),
         ], CORES),
-        *(Group(f"right: {name}", 30, list(_right(plain, name, device)), CORES) for name in native),
+        Group("right: native", 30, list(_right(plain, "native", device)), CORES),
         # Last: a misaligned address ends its process.
-        *(Group(f"right: {name}, views", 15, list(_right(views, name, device)), CORES) for name in native),
+        Group("right: native, views", 15, list(_right(views, "native", device)), CORES),
     ]  # fmt: skip
 
 
-def part_2(machine: Machine) -> list[Group]:
+def part_2(device: torch.device) -> list[Group]:
     """Return the jobs that time the kernels with many shapes of tiles, to find the fastest; then those of windows."""
-    device, lists = machine.device, sparse(0.10)
+    lists = sparse(0.10)
     cases: dict[str, tuple[Kernel, Case]] = {
         f"{kernel}, head_dim {d}": (kernel, replace(PAPER, head_dim=d))
         for kernel, d in product(kernels.CANDIDATES, (128, 64))
@@ -127,12 +111,11 @@ def part_2(machine: Machine) -> list[Group]:
     ]  # fmt: skip
 
 
-def part_3(machine: Machine) -> list[Group]:
+def part_3(device: torch.device) -> list[Group]:
     """Return the jobs of the long measurements: lengths, memory, graphs, FlexAttention.
 
     They also give the least work (score entries x head_dim) for which `auto` should take triton.
     """
-    device = machine.device
     million = replace(PAPER, seq_len=MILLION)
     narrow = replace(million, head_dim=64)
     memory = [
@@ -144,8 +127,8 @@ def part_3(machine: Machine) -> list[Group]:
         for name in ("triton", "native")
     ]
     return [
-        *(Group(f"long times, head_dim {d}", 80, _speeds(machine, d, 262144, 4.0)) for d in (128, 64)),
-        Group("a million tokens, head_dim 64", 75, _speeds(machine, 64, MILLION, 6.0)),
+        *(Group(f"long times, head_dim {d}", 80, _speeds(device, d, 262144, 4.0)) for d in (128, 64)),
+        Group("a million tokens, head_dim 64", 75, _speeds(device, 64, MILLION, 6.0)),
         Group("a million tokens, head_dim 128", 40, [_speed(million, ["triton"], device, 8.0)]),
         Group("a million tokens against native", 45, [Job("against native", partial(correctness.million, device))]),
         Group("beyond 2^31 elements", 30, [Job("beyond 2^31 elements", partial(correctness.far_rows, device))]),
@@ -157,7 +140,7 @@ def part_3(machine: Machine) -> list[Group]:
     ]
 
 
-PARTS: dict[int, Callable[[Machine], list[Group]]] = {1: part_1, 2: part_2, 3: part_3}
+PARTS: dict[int, Callable[[torch.device], list[Group]]] = {1: part_1, 2: part_2, 3: part_3}
 
 
 def ceilings(device: torch.device) -> Iterator[Row]:
@@ -197,14 +180,14 @@ def _right(found: Sequence[Check], backend: str, device: torch.device) -> Iterat
             one = replace(check, dtypes=(dtype,), head_dims=(d,))
             run = partial(correctness.correctness, one, backend, device)
             yield Job(f"{check.name}, {str(dtype).removeprefix('torch.')}, head_dim {d}", run)
-        if backend != "triton" and (backend != "flash" or not check.needs):
+        if backend != "triton":
             yield Job(check.name, partial(correctness.correctness, check, backend, device))
 
 
-def _speeds(machine: Machine, head_dim: int, seq_len: int, budget: float) -> list[Job]:
-    names = ["triton"] + (["native"] + ["flash"] * machine.has_flash if seq_len == 65536 else [])
+def _speeds(device: torch.device, head_dim: int, seq_len: int, budget: float) -> list[Job]:
+    names = ["triton", "native"] if seq_len == 65536 else ["triton"]
     cases = [replace(PAPER, seq_len=seq_len, head_dim=head_dim, is_causal=is_causal) for is_causal in (False, True)]
-    return [_speed(case, names, machine.device, budget) for case in cases]
+    return [_speed(case, names, device, budget) for case in cases]
 
 
 def _speed(case: Case, names: Sequence[str], device: torch.device, budget: float) -> Job:
