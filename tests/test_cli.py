@@ -22,12 +22,13 @@ from dilated_attention.backends.reference import count_matrix
 from dilated_attention.layout import BlockLayout
 from dilated_attention.patterns import Dilated
 from dilated_attention.suggestion import suggest_pattern
-from dilated_attention_lab import commands, environment, terminal
-from dilated_attention_lab.commands import info, main
+from dilated_attention_lab import environment, terminal
+from dilated_attention_lab.commands import in_options, info, main
 from dilated_attention_lab.pictures import save_pattern
 from dilated_attention_lab.terminal import console
 from dilated_attention_lab.training import demo, recall, session
 from dilated_attention_lab.training.text import read_text
+from dilated_attention_lab.version import own_version
 
 SIZE = {"--layers": 1, "--dim": 16, "--heads": 2}
 TINY = [word for item in {**SIZE, "--context": 64, "--steps": 4, "--warmup": 1, "--sample": 4}.items() for word in item]
@@ -497,7 +498,7 @@ def test_plot_refuses(words, said, tmp_path, capsys, monkeypatch):
 )
 def test_errors_name_options(command, message, said):
     """Errors name the command's options; paths stay as they are, and arguments without an option too."""
-    assert commands.in_options(command, message) == said
+    assert in_options(command, message) == said
 
 
 def test_plot_writes_the_file_that_it_names(tmp_path, capsys):
@@ -567,7 +568,7 @@ def test_divergence_in_the_last_step_is_no_success(capsys, tmp_path, text):
 
 def test_version(capsys):
     assert exit_code(["--version"]) == 0
-    assert capsys.readouterr().out.split() == ["dilated-attention", *commands.own_version().split()]
+    assert capsys.readouterr().out.split() == ["dilated-attention", *own_version().split()]
 
 
 def test_a_fault_of_ours_shows_where(capsys, monkeypatch):

@@ -109,14 +109,43 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def sources_below(root: Path) -> dict[str, str]:
+    """Return the source of each module of a package by its dotted name."""
+    found = {}
+    for file in root.rglob("*.py"):
+        name = ".".join((root.name, *file.relative_to(root).with_suffix("").parts))
+        found[name.removesuffix(".__init__")] = file.read_text("utf-8")
+    return found
+
+
 def test_no_modules_import_in_a_circle():
-    sources = {
-        ".".join((NAME, *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): file.read_text(
-            "utf-8"
-        )
-        for file in ROOT.rglob("*.py")
-    }
-    assert circle(imports_of_modules(sources)) == []
+    for root in (ROOT, LAB_ROOT):
+        assert circle(imports_of_modules(sources_below(root))) == []
+
+
+def imports_of_parts(sources: dict[str, str], package: str) -> dict[str, set[str]]:
+    """Return which others each part of a package imports, or names for `import_module`.
+
+    A part is a module or package directly under it.
+    """
+    parts = {name.split(".")[1] for name in sources if name != package}
+    found: dict[str, set[str]] = {part: set() for part in parts}
+    for module, source in sources.items():
+        if module != package:
+            part = module.split(".")[1]
+            named = {name.split(".")[1] for name in names_of(ast.parse(source), package) if "." in name}
+            found[part] |= (named & parts) - {part}
+    return found
+
+
+def test_no_parts_of_the_lab_import_in_a_circle():
+    assert circle(imports_of_parts(sources_below(LAB_ROOT), LAB)) == []
+
+
+def test_a_circle_of_parts_is_found():
+    sources = {"p": "import p.a", "p.a": "from p.b.c import f", "p.b": "", "p.b.c": "", "p.b.d": "import_module('p.a')"}
+    assert set(circle(imports_of_parts(sources, "p"))) == {"a", "b"}
+    assert circle(imports_of_parts(sources | {"p.b.d": "import p"}, "p")) == []
 
 
 def test_a_circle_is_found():

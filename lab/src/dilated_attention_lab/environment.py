@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention import BackendError
 from dilated_attention.plumbing import Facts, table
-from dilated_attention_lab.commands import own_version
+from dilated_attention_lab.version import own_version
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dilated_attention import Dilated
-from dilated_attention_lab.bench.tables import number
+from dilated_attention_lab.terminal import number
 
 OURS, OTHERS = ("#0b5fa5", "#5fa8dd", "#a3cdec", "#d5e8f7"), ("#333333", "#888888", "#c4c4c4")
 """Colours: blue for this library, grey for what it is compared with."""

@@ -1,4 +1,4 @@
-"""Make consoles, tables and progress bars for the commands. Rich is imported when one of them is made."""
+"""Make consoles, tables, numbers and progress bars for the commands. Rich is imported when one of them is made."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ FIRST = 40  # characters that the first column of a table keeps; below them its 
 PLAIN_SECONDS = 10.0  # between lines where there is no terminal to draw a bar on
 
 Advance = Callable[[float, str], None]
+
+
+def number(value: float) -> str:
+    """Return a number as text, with two or three significant digits, or as an integer at 1,000 and above."""
+    if value and abs(value) < 0.1:
+        return f"{value:.2g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def console(**options: Any) -> Console:

@@ -36,10 +36,10 @@ from dilated_attention_lab.bench.suites import (
     strategies,
     windows,
 )
-from dilated_attention_lab.bench.tables import describe, number, write
-from dilated_attention_lab.commands.options import flag, integers, option
+from dilated_attention_lab.bench.tables import describe, write
 from dilated_attention_lab.environment import device_name, require_device, unavailable
-from dilated_attention_lab.terminal import console, show
+from dilated_attention_lab.options import flag, integers, option
+from dilated_attention_lab.terminal import console, number, show
 
 if TYPE_CHECKING:  # help does without rich and matplotlib
     from rich.table import Table

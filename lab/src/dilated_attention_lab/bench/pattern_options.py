@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention import BlockLayout, Dilated, Product
-from dilated_attention_lab.commands.options import integer
+from dilated_attention_lab.options import integer
 
 BUILDERS: dict[str, Callable[..., BlockLayout]] = {
     "local": BlockLayout.local,

@@ -15,7 +15,8 @@ from dilated_attention.plumbing import storage
 from dilated_attention_lab.bench import compare
 from dilated_attention_lab.bench.charts import PICTURES
 from dilated_attention_lab.bench.results import Record, read
-from dilated_attention_lab.bench.tables import markdown, number, value
+from dilated_attention_lab.bench.tables import markdown, value
+from dilated_attention_lab.terminal import number
 
 WIDEST = 6
 """The most figures in a row of a table; if a case has more, each figure is a line and each case a column."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from dilated_attention.plumbing import storage
 from dilated_attention_lab.bench.results import Record, read
+from dilated_attention_lab.terminal import number
 
 SPAN = re.compile(r"<!-- results: (?P<request>.*?) -->(?P<text>.*?)<!-- end of results -->", re.DOTALL)
 
@@ -157,10 +158,3 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words += [f"head_dim {parameters['head_dim']}"] if "head_dim" in parameters else []
         words += [parameters.get("dtype", ""), backend]
     return ", ".join(filter(None, words))
-
-
-def number(value: float) -> str:
-    """Return a number as text, with two or three significant digits, or as an integer at 1,000 and above."""
-    if value and abs(value) < 0.1:
-        return f"{value:.2g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2f}"

@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
+
+from dilated_attention_lab.version import own_version
 
 COMMANDS = {
     "demo": "show what dilated attention can do: recall over a long sequence, and a model of real text",
@@ -135,14 +136,6 @@ def command_line() -> Parser:
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, command=name)
     return parser
-
-
-def own_version() -> str:
-    """Return the version of the library, as installed."""
-    try:
-        return version("dilated-attention")
-    except PackageNotFoundError:
-        return "source tree, not installed"
 
 
 def _in_a_line(command: str, error: ValueError | OSError) -> str:

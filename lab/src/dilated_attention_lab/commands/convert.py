@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from dilated_attention_lab.commands.options import flag, integers, option, positive, seed
 from dilated_attention_lab.conversion import convert
+from dilated_attention_lab.options import flag, integers, option, positive, seed
 from dilated_attention_lab.terminal import console, show
 
 

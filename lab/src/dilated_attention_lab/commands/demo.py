@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dilated_attention_lab.commands.options import option, positive, seed
 from dilated_attention_lab.environment import require_device
+from dilated_attention_lab.options import option, positive, seed
 from dilated_attention_lab.terminal import console
 from dilated_attention_lab.training import demo
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from dilated_attention.plumbing import storage
-from dilated_attention_lab.commands.options import natural, option, positive, seed
 from dilated_attention_lab.environment import require_device
+from dilated_attention_lab.options import natural, option, positive, seed
 from dilated_attention_lab.terminal import console
 from dilated_attention_lab.training import session, writing
 

@@ -7,8 +7,8 @@ import argparse
 import torch
 
 from dilated_attention_lab import verification
-from dilated_attention_lab.commands.options import flag, option
 from dilated_attention_lab.environment import device_name, report, require_device, unavailable
+from dilated_attention_lab.options import flag, option
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

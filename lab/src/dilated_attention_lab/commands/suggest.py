@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dilated_attention import suggest_pattern
-from dilated_attention_lab.commands.options import budget, flag, option, positive
+from dilated_attention_lab.options import budget, flag, option, positive
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,8 +17,8 @@ from dilated_attention import Dilated
 from dilated_attention.models import LongNetConfig
 from dilated_attention.plumbing import ContextParallelError
 from dilated_attention_lab.commands import in_options
-from dilated_attention_lab.commands.options import flag, integers, natural, option, positive, seed
 from dilated_attention_lab.environment import environment
+from dilated_attention_lab.options import flag, integers, natural, option, positive, seed
 from dilated_attention_lab.terminal import console
 from dilated_attention_lab.training import session
 from dilated_attention_lab.training.loop import OPTIONS, Recipe
