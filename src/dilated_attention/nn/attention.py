@@ -398,9 +398,9 @@ class MultiheadDilatedAttention(nn.Module):
 class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """Run `MultiheadDilatedAttention` with block sparsity: out = W_o A(W_q query, W_k key, W_v value) + b.
 
-    layout, segment_lengths, dilation_rates, offsets, head_groups, mesh and transport are as in
-    `BlockSparseRingDilatedAttention`. Everything else is as in `MultiheadDilatedAttention`, including loading weights
-    of `nn.MultiheadAttention`.
+    layout, segment_lengths, dilation_rates, offsets and head_groups are as in `BlockSparseDilatedAttention`. All other
+    arguments, by position or by name, are those of `MultiheadDilatedAttention`, and everything else is as there,
+    including loading weights of `nn.MultiheadAttention`.
 
     Examples:
         >>> from dilated_attention import BlockLayout
@@ -414,32 +414,16 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *arguments: Any,
         layout: BlockLayout | LayoutOfLength,
         segment_lengths: Sequence[int] | None = None,
         dilation_rates: Sequence[int] | None = None,
         offsets: Any = "head",
         head_groups: bool = False,
-        backend: str = "auto",
-        mesh: Any = None,
-        transport: str = "auto",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype,
-            backend=backend, mesh=mesh, transport=transport,
-            pattern=_sparse(layout, segment_lengths, dilation_rates, offsets, head_groups),
-        )  # fmt: skip
+        pattern = _sparse(layout, segment_lengths, dilation_rates, offsets, head_groups)
+        super().__init__(*arguments, pattern=pattern, **options)
 
 
 def _boolean(name: str, mask: Tensor) -> Tensor:
