@@ -1257,6 +1257,52 @@ def _(told, _):
     same(whole(attention(*mine, PATTERN, mesh=mesh["context"]), mesh["context"]), oracle(q, k, v))
 
 
+@remedy(
+    "is_grads_batched=True, and with it jacobian(vectorize=True), is not supported for attention; use "
+    "torch.func.jacrev or torch.func.vmap, or compute one gradient at a time"
+)
+def _(told):
+    q, k, v = tensors()
+    leaf = q.requires_grad_()
+    out = attention(leaf, k, v, PATTERN)
+    several = torch.randn(3, *out.shape, dtype=out.dtype)
+    with told():
+        torch.autograd.grad(out, leaf, several, is_grads_batched=True, retain_graph=True)
+    _, gradient = torch.func.vjp(lambda q: attention(q, k, v, PATTERN), q.detach())
+    (mapped,) = torch.func.vmap(gradient)(several)
+    for x, dout in zip(mapped, several, strict=True):
+        same(x, torch.autograd.grad(out, leaf, dout, retain_graph=True)[0])
+
+
+class Sparse(nn.Module):
+    """Hold a call whose layout is a function of the length."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return attention(q, k, v, PATTERN * (lambda n: BlockLayout.local(n, 8, 8)), lengths=lengths)
+
+
+@remedy(
+    "torch.export of a layout inside segments, or of a layout function, with lengths or cu_seqlens: no program holds "
+    "the lists of all samples; export a call on whole sequences, without lengths and cu_seqlens"
+)
+def _(told):
+    given = tensors()
+    with told():
+        torch.export.export(Sparse(), given, {"lengths": torch.tensor([9])})
+    same(torch.export.export(Sparse(), given).module()(*given), Sparse()(*given))
+
+
+@remedy(
+    "torch.export of a layout function for any length: no program holds the lists of all lengths; export for one "
+    "length, without dynamic_shapes for seq"
+)
+def _(told):
+    given, length = tensors(), torch.export.Dim("length", min=2, max=4096)
+    with told():
+        torch.export.export(Sparse(), given, dynamic_shapes=[{1: length}] * 3 + [None])
+    same(torch.export.export(Sparse(), given).module()(*given), Sparse()(*given))
+
+
 def language_model(**options: Any) -> LongNetLM:
     config = {"vocab_size": 20, "embed_dim": 16, "num_layers": 1, "num_heads": 2, "pattern": PATTERN}
     return LongNetLM(LongNetConfig(**config | options)).eval()

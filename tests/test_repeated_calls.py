@@ -549,10 +549,6 @@ class TestRepeats:
         )
         for x, y in zip(found, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-        several = torch.randn(3, *out.shape)
-        (batched,) = torch.autograd.grad(out, q, several, is_grads_batched=True, retain_graph=True)
-        for x, dout in zip(batched, several, strict=True):
-            torch.testing.assert_close(x, torch.autograd.grad(out, q, dout, retain_graph=True)[0])
         (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivatives"):
             first.sum().backward()

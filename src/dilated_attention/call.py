@@ -31,8 +31,6 @@ from dilated_attention.patterns import (
     Product,
     Sum,
     Window,
-    function_name,
-    function_of,
     layout_inside,
 )
 from dilated_attention.plan import EVERY, Branches, Plan, plan_of, plan_of_rows, row_counts
@@ -113,7 +111,6 @@ class Call:
         seed: the seed of dropout, drawn when the call runs; None without dropout.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts: the positions of the first query and of the first key.
-        layout_function: the name of what gives the layouts when an exported call runs; "": they are in `layouts`.
         problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
             depends on more, such as a mask.
         repeats: what a backend prepared for tensors of a kind (strides, alignment); None unless the cache keeps the
@@ -134,7 +131,6 @@ class Call:
     shards: Shards | None = None
     starts: tuple[int, int] = (0, 0)
     softcap: float = 0.0
-    layout_function: str = ""
     problems: dict[Hashable, Problem] = field(init=False, default_factory=dict)
     repeats: dict[Hashable, Repeat | None] | None = field(init=False, default=None)
     key: Hashable = field(init=False, default=None)
@@ -311,9 +307,6 @@ class Call:
         """Return the same call with `layouts` taken from the pattern, and checked against q and k.
 
         `over_ranks`: the call has a mesh of several ranks; each layout then gets lists per query head, on q's device.
-
-        A call that is exported with lengths or cu_seqlens, or with a symbol as seq_len and a function as layout, does
-        not know a product's layouts yet: `layout_function` is set instead (`with_function`).
         """
         heads, kv_heads = q.shape[2], k.shape[2]
         if isinstance(pattern, BlockLayout):
@@ -322,10 +315,17 @@ class Call:
             pattern.check(self.sample_count(q), length, heads, kv_heads)
             layouts: tuple[BlockLayout, ...] = (pattern,)
         else:
-            unread = in_export() and (self.lengths is not None or self.cu_seqlens is not None)
-            unknown = unread or (is_symbol(seq_len) and not isinstance(pattern.layout, BlockLayout))
-            if unknown and not over_ranks and self.backend.attend is None:
-                return replace(self, layout_function=function_name(pattern.layout))
+            if in_export() and not self.lengths is self.cu_seqlens is None:
+                raise UnsupportedError(
+                    "torch.export of a layout inside segments, or of a layout function, with lengths or cu_seqlens: no "
+                    "program holds the lists of all samples; export a call on whole sequences, without lengths and "
+                    "cu_seqlens"
+                )
+            if is_symbol(seq_len) and not isinstance(pattern.layout, BlockLayout):
+                raise UnsupportedError(
+                    "torch.export of a layout function for any length: no program holds the lists of all lengths; "
+                    "export for one length, without dynamic_shapes for seq"
+                )
             layouts = self._inside(pattern.layout, heads, kv_heads, seq_len)
         if over_ranks:
             if self.cu_seqlens is not None and any(layout.batch_size > 1 for layout in layouts):
@@ -349,13 +349,6 @@ class Call:
         for layout in found:
             layout.check(1, layout.seq_len, heads, kv_heads)
         return found
-
-    def with_function(self, q: Tensor, k: Tensor) -> Call:
-        """Return the same call with the layouts that its `layout_function` gives; unchanged if it has none."""
-        if not self.layout_function:
-            return self
-        layouts = self._inside(function_of(self.layout_function), q.shape[2], k.shape[2], q.shape[1])
-        return replace(self, layouts=layouts, layout_function="")
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))

@@ -32,7 +32,6 @@ from dilated_attention.torch_internals import (
     in_torch_func,
     not_traced,
     observed,
-    of_each_gradient,
     without_autocast,
 )
 
@@ -90,8 +89,6 @@ def _pack(call: Call) -> tuple[Any, ...]:
     for row in (branches.segment_lengths, branches.dilation_rates, *branches.offsets, bands, branches.leading):
         numbers += row
     words = [call.backend.name]
-    if call.layout_function:
-        words.append(call.layout_function)
     if shards is not None:
         words += (shards.group_name, shards.transport, shards.layer)
         words += ["sinks"] * shards.sinks + ["gradients"] * shards.gradients
@@ -122,14 +119,13 @@ def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
         key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts, softcap,
-        words[1] if len(words) == 2 else "",
     )  # fmt: skip
 
 
 def _of_mesh(words: Sequence[str]) -> bool:
-    """Return whether the words that `_pack` returned belong to a call over a mesh. A call on one device has one
-    word for its backend and at most one for a layout function."""
-    return len(words) > 2
+    """Return whether the words that `_pack` returned belong to a call over a mesh. A call on one device has one, its
+    backend."""
+    return len(words) > 1
 
 
 class _Numbers(NamedTuple):
@@ -175,7 +171,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
 @not_traced
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     with without_autocast(q):  # it has cast q, k and v; scores and sums are wider
-        call, factor = call.with_function(q, k), call.factor
+        factor = call.factor
         q = q if factor == 1 else q * factor
         return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
 
@@ -204,7 +200,7 @@ def _run_backward(
     call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     with without_autocast(q):
-        call, factor = call.with_function(q, k), call.factor
+        factor = call.factor
         q = q if factor == 1 else q * factor
         if call.shards is None:
             dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, *results)
@@ -291,7 +287,10 @@ def _apply_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple
     """Run `dilated_attention::backward` in whatever differentiates or maps over it."""
     apply = _AttentionBackward.apply if in_torch_func() else torch.ops.dilated_attention.backward
     if not in_torch_func() and in_batched_gradients(dout, dlse):
-        return of_each_gradient(lambda dout, dlse: apply(dout, dlse, *arguments), dout, dlse)
+        raise UnsupportedError(
+            "is_grads_batched=True, and with it jacobian(vectorize=True), is not supported for attention; use "
+            "torch.func.jacrev or torch.func.vmap, or compute one gradient at a time"
+        )
     return apply(dout, dlse, *arguments)
 
 

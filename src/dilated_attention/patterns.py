@@ -20,7 +20,7 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, warn_of_blind
 from dilated_attention.pictures import plot_bands, plot_product
 from dilated_attention.plan import ALL, EVERY, WHOLE, Branches, OffsetTable, plan_of
-from dilated_attention.torch_internals import constant_when_traced, is_symbol
+from dilated_attention.torch_internals import is_symbol
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -531,29 +531,8 @@ def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLay
 
 def pattern_for(layout: LayoutOfLength, length: int, is_ragged: bool = False) -> BlockLayout | Product:
     """Return the layout that a layout function returns for `length` tokens. Return its product with one segment of all
-    tokens, which calls it later, if samples differ in length, or while torch.export records a graph for any length."""
+    tokens, which calls it later, if samples differ in length; and for a symbol, which a call refuses."""
     return Dilated((WHOLE,), (1,)) * layout if is_ragged or is_symbol(length) else layout_for(layout, length)
-
-
-_FUNCTIONS: dict[str, BlockLayout | LayoutOfLength] = {}
-"""The layout functions that exported programs call when they run, kept permanently."""
-
-
-@constant_when_traced
-def function_name(layout: BlockLayout | LayoutOfLength) -> str:
-    """Register a layout function, and return the name by which exported programs of this process find it."""
-    name = f"{getattr(layout, '__qualname__', type(layout).__name__)} at {id(layout)}"
-    _FUNCTIONS[name] = layout
-    return name
-
-
-def function_of(name: str) -> BlockLayout | LayoutOfLength:
-    if name not in _FUNCTIONS:
-        raise ValueError(
-            f"layout function {name}: a program that was exported for any length, or with lengths, calls it, and this "
-            "process does not know it; export in this process, or for one length, whose lists the program holds"
-        )
-    return _FUNCTIONS[name]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ public names for these purposes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from operator import index
@@ -126,18 +126,6 @@ def in_batched_gradients(*gradients: Tensor | None) -> bool:
     """Return whether autograd itself maps over gradients (`is_grads_batched`, `jacobian(vectorize=True)`). It uses
     an older vmap than torch.func, which ignores our rules."""
     return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
-
-
-def of_each_gradient(function: Callable[..., Sequence[Tensor]], *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """Apply `function` to each of the gradients that autograd maps over, one at a time to save memory, and stack the
-    results."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    # One that is not mapped, which the others share, comes out with a batch of 1.
-    batches = [None if x is None else torch._remove_batch_dim(x, level, 1, 0) for x in gradients]
-    size = max(len(x) for x in batches if x is not None)
-    results = [function(*(None if x is None else x[i % len(x)] for x in batches)) for i in range(size)]
-    return tuple(torch._add_batch_dim(torch.stack(x), 0, level) for x in zip(*results, strict=True))
 
 
 def autograd_position() -> tuple[int, int | None]:
