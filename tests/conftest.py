@@ -239,20 +239,28 @@ def forks() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+_AS_PROCESSOR = "__import__('sys').path.append({!r}); __import__('processors').pretend({!r})"
+
+
 @pytest.fixture
-def compiling_python(request: pytest.FixtureRequest, filters: str, tmp_path: Path) -> Callable[[str], str]:
+def compiling_python(request: pytest.FixtureRequest, filters: str, tmp_path: Path) -> Callable[..., str]:
     """`compiling_python(source)` runs `source` without this file, whose checking wrappers `torch.compile` cannot trace.
 
     It runs in a fork of an interpreter that has imported PyTorch's compiler, which takes seconds, and returns what it
-    prints.
+    prints. With `processor`, a name in processors.py, choices and graphs are those of that processor.
     """
-    if not hasattr(os, "fork"):
-        return request.getfixturevalue("fresh_python")
-    process = request.getfixturevalue("forks")
+    fresh_python = request.getfixturevalue("fresh_python")
+    process = request.getfixturevalue("forks") if hasattr(os, "fork") else None
 
-    def run(source: str) -> str:
+    def run(source: str, processor: str | None = None) -> str:
+        source = textwrap.dedent(source)
+        if processor is not None:
+            here = str(Path(__file__).parent)
+            source = f"{_AS_PROCESSOR.format(here, processor)}\n{source}"
+        if process is None:
+            return fresh_python(source)
         files = tmp_path / "source", tmp_path / "printed"
-        files[0].write_text(f"{filters}\n{textwrap.dedent(source)}", encoding="utf-8")
+        files[0].write_text(f"{filters}\n{source}", encoding="utf-8")
         files[1].write_text("")
         print(json.dumps([*map(str, files), os.getcwd(), dict(os.environ)]), file=process.stdin, flush=True)
         assert select([process.stdout], [], [], 300)[0], "no answer in 300 seconds"

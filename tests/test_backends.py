@@ -113,13 +113,11 @@ class Symbol(int):
 
 
 def test_a_choice_writes_out_no_number_of_a_graph(monkeypatch):
-    monkeypatch.setattr(cpu, "least_keys", lambda dtype, head_dim: 24)
     monkeypatch.setattr(triton, "RIGHT", {"sm_90"})
     monkeypatch.setattr(triton, "RULES", [replace(triton.RULES[-1], least={"sm_90": 1000})])
     monkeypatch.setattr(triton, "architecture", lambda device: "sm_90")
-    for name, device in (("cpu", "cpu"), ("triton", "cuda")):
-        facts = Facts(torch.device(device), torch.float32, seq_len=Symbol(16), work=Symbol(16), keys=Symbol(16))
-        assert "native is faster" in BACKENDS[name].on_request(facts)
+    facts = Facts(torch.device("cuda"), torch.float32, seq_len=Symbol(16), work=Symbol(16))
+    assert "native is faster" in triton.on_request(facts)
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])
@@ -139,7 +137,7 @@ def test_a_graph_has_no_bound_on_the_length(name, monkeypatch):
 @pytest.mark.parametrize("given", ["key_padding_mask", "dropout_p"])
 def test_what_hides_pairs_over_a_mesh_is_left_to_native(name, given):
     """Rows that were gathered by head have a mask and dropout by head, which the kernels would misread."""
-    facts = Facts(torch.device("cpu"), torch.float32, needs=(given,), over_mesh=True, keys=4096)
+    facts = Facts(torch.device("cpu"), torch.float32, needs=(given,), over_mesh=True)
     assert (BACKENDS[name].why_not(facts) is None) == (name == "native")
     assert table.choose("auto", facts).backend.name == "native"
 

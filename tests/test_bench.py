@@ -474,8 +474,7 @@ def test_a_slow_stage_shows(monkeypatch):
     assert found.stages["merging"] >= 50
 
 
-def test_profile_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cpu, "LEAST_KEYS", {})  # head_dim 16: the kernels serve where there are any
+def test_profile_command(tmp_path, capsys):
     words = [
         "--tokens",
         "256",

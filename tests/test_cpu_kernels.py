@@ -49,16 +49,17 @@ from dilated_attention_lab.bench.profile import profile
 from dilated_attention_lab.commands import main
 from tolerances import ROUNDING, TOLERANCE, relative_error
 
-SETS = range(1, cpu.instruction_set() + 1)
+MACHINE = cpu.PROCESSOR
+SETS = range(1, MACHINE.highest + 1)
 AMX = cpu.AMX
-IN_FLOAT32 = SETS[: cpu.HIGHEST_IN_FLOAT32]
+IN_FLOAT32 = SETS[: MACHINE.highest_in_float32]
 EMULATED = "emulated AMX"  # whose other instructions are those of the set below it
 HALVES = "float32 in halves"
 FEW = "few rows"  # however many a tile has
-EMULATES = cpu.instruction_set() >= AMX - 1 and bool(build.compiler())
+EMULATES = MACHINE.highest >= AMX - 1 and bool(build.compiler())
 TILES = [AMX] if AMX in SETS else [EMULATED] if EMULATES else []
 """The tiles of the machine, or emulated ones."""
-IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[cpu.HIGHEST_IN_FLOAT32 : AMX - 1], *TILES)]
+IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[MACHINE.highest_in_float32 : AMX - 1], *TILES)]
 """Sets that multiply bfloat16 in instructions of their own; other types are multiplied in float32."""
 SOME = [
     *((x, torch.float32) for x in IN_FLOAT32[-1:]),
@@ -75,7 +76,7 @@ five_and_seven = pytest.mark.parametrize("most_idle", [math.inf, 0.0], ids=["fiv
 
 
 def sets_and_types(pairs):
-    names = [f"{x if isinstance(x, str) else cpu.INSTRUCTION_SETS[x]}, {str(dtype)[6:]}" for x, dtype in pairs]
+    names = [f"{x if isinstance(x, str) else MACHINE.sets[x]}, {str(dtype)[6:]}" for x, dtype in pairs]
     return pytest.mark.parametrize(("instruction_set", "dtype"), pairs, ids=names)
 
 
@@ -91,7 +92,8 @@ def emulated_amx():
 
 def force(instruction_set, monkeypatch):
     """The kernels take this one, and those for tiles of few rows all tiles or none."""
-    monkeypatch.setattr(cpu, "FEW", (tiles.MAX_TOKENS if instruction_set == FEW else 0,) * len(cpu.FEW))
+    most = tiles.MAX_TOKENS if instruction_set == FEW else 0
+    monkeypatch.setattr(cpu.Processor, "most_few", lambda *_: most)
     if instruction_set == FEW:
         instruction_set = IN_FLOAT32[-1]
     if instruction_set == HALVES:
@@ -102,7 +104,7 @@ def force(instruction_set, monkeypatch):
     if instruction_set == EMULATED:
         monkeypatch.setattr(cpu, "_LIBRARY", emulated_amx())
         instruction_set = AMX
-    monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
+    monkeypatch.setattr(cpu, "PROCESSOR", replace(MACHINE, highest=instruction_set))
 
 
 @pytest.fixture(autouse=True)
@@ -541,7 +543,7 @@ def test_tiles_are_given_up(monkeypatch):
 
 
 @needs_emulation
-@pytest.mark.skipif(cpu.instruction_set() < AMX, reason="needs AMX")
+@pytest.mark.skipif(MACHINE.highest < AMX, reason="needs AMX")
 def test_the_emulation_is_exact(monkeypatch):
     emulated, real = [], []
     for found, instruction_set in ((emulated, EMULATED), (real, AMX)):
@@ -653,7 +655,7 @@ def test_heads_share_pages_of_memory_where_a_window_is_narrow(before, together):
 def test_a_launch_of_few_rows_leaves_the_others_to_the_kernel_of_five_products(is_causal, monkeypatch):
     """This happens on a rank of a large world, whose shard has few rows of the farthest branches."""
     force(IN_FLOAT32[0], monkeypatch)
-    monkeypatch.setattr(cpu, "FEW", (0, *(4,) * (len(cpu.FEW) - 1)))
+    monkeypatch.setattr(cpu.Processor, "most_few", lambda *_: 4)
     monkeypatch.setattr(cpu, "MOST_IDLE", math.inf)
     ran, run = [], cpu.run
     monkeypatch.setattr(cpu, "run", lambda kernel, arguments, launch: (
@@ -815,22 +817,22 @@ def test_the_structure_of_a_call_is_compared_with_the_compiled_one(monkeypatch):
 def test_missing_kernels_say_how_to_get_them(monkeypatch, tmp_path):
     made = build.LIBRARY.read_bytes()
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "kernels.so")
-    assert cpu._load()[3].endswith("-m dilated_attention.kernels.cpu")
+    assert cpu._load()[2].endswith("-m dilated_attention.kernels.cpu")
     build.LIBRARY.write_bytes(made)
-    assert cpu._load()[3] is None
+    assert cpu._load()[2] is None
     monkeypatch.setattr(build, "digest", lambda: "0" * 64)  # of sources that were changed since
-    assert "of another version; run" in cpu._load()[3]
+    assert "of another version; run" in cpu._load()[2]
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "other.so")  # dlopen finds what it has loaded by its name
     build.LIBRARY.write_bytes(b"of another system")
-    assert "cannot be loaded" in cpu._load()[3]
+    assert "cannot be loaded" in cpu._load()[2]
     build.LIBRARY.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert "install g++ or clang++" in cpu._load()[3]
+    assert "install g++ or clang++" in cpu._load()[2]
     with pytest.raises(build.BuildError, match="install g\\+\\+ or clang\\+\\+"):
         build.build()
     monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
-    assert "not linux on riscv64" in cpu._load()[3]
+    assert "not linux on riscv64" in cpu._load()[2]
 
 
 @pytest.mark.parametrize(
@@ -877,61 +879,7 @@ def test_a_compiler_by_name_is_that_one_or_none(monkeypatch):
     assert build.refusal() is None
 
 
-# ---- the choice
-
-
-def chosen(dtype=torch.float32, rows=64, seq_len=64, head_dim=16, **needs):
-    q = torch.empty(1, seq_len, 2, head_dim, dtype=dtype)
-    return explain(q, q, q, Dilated((rows,), (1,)), **needs)
-
-
-def test_nobody_has_timed_the_kernels_on_arm64(monkeypatch):
-    monkeypatch.setattr(cpu, "ARM64", True)
-    assert chosen(torch.float32, 256, 256).backend == "native"
-    assert "bench cpu" in chosen(torch.float32, 256, 256).refusals["cpu"]
-    assert chosen(torch.float32, 256, 256, backend="cpu").backend == "cpu"
-
-
-on_x86 = pytest.mark.skipif(cpu.ARM64, reason="of x86 processors")
-
-
-@on_x86
-@pytest.mark.parametrize("dtype", [*cpu.TYPES, torch.float64], ids=str)
-def test_auto_takes_the_kernels_where_they_are_faster(dtype, monkeypatch):
-    served = dtype in cpu.TYPES
-    assert chosen(dtype, 256, 256).backend == ("cpu" if served else "native")
-    if not served:
-        return
-    assert cpu.instruction_set_of(dtype) in chosen(dtype, 256, 256).reason
-    assert cpu.instruction_set_of(dtype) in chosen(dtype, backend="cpu").reason
-    q = torch.empty(1, 256, 2, 16, dtype=dtype)
-    assert explain(q, q, q, Dilated((256,), (1,)), softcap=2.0).backend == "cpu"
-    monkeypatch.setattr(cpu, "has_amx", lambda: True)  # else they are faster for any number of keys
-    monkeypatch.setattr(cpu, "in_tiles", lambda dtype: True)
-    for head_dim in (16, 128):
-        least = cpu.least_keys(dtype, head_dim)
-        short = chosen(dtype, least - 1, 256, head_dim)
-        assert short.backend == "native"
-        assert f"fewer than {least} keys" in short.refusals["cpu"]
-
-
-@on_x86
-def test_where_there_are_tiles(monkeypatch):
-    """They serve what is no wider than they are; a process that did not get them leaves bfloat16 to native."""
-    monkeypatch.setattr(cpu, "has_amx", lambda: True)
-    monkeypatch.setattr(cpu, "instruction_set", lambda: AMX)
-    for dtype in cpu.TYPES:
-        assert chosen(dtype, 128, 128).backend == "cpu"
-        assert ("AMX" in chosen(dtype, 128, 128).reason) == (dtype != torch.float32)
-    assert chosen(torch.float32, 64, 128).backend == "native"
-    assert [chosen(torch.float32, rows, 512, 128).backend for rows in (511, 512)] == ["native", "cpu"]
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert "AMX with bfloat16, each number as two" in chosen(torch.float32, 128, 128).reason
-    monkeypatch.setattr(cpu, "instruction_set", lambda: AMX - 1)
-    assert "AVX-512" in chosen(torch.float32, 128, 128).reason
-    assert chosen(torch.bfloat16, 128, 128).backend == "native"
-    assert "AMX" in chosen(torch.bfloat16, 128, 128).refusals["cpu"]
-    assert chosen(torch.bfloat16, backend="cpu").backend == "cpu"
+on_x86 = pytest.mark.skipif(MACHINE.arm64, reason="of x86 processors")
 
 
 def test_a_ragged_batch_is_one_launch(monkeypatch):

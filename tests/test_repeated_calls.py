@@ -35,6 +35,7 @@ from dilated_attention.backends import cpu, triton
 from dilated_attention.backends.jobs import Launches
 from dilated_attention.backends.table import BACKENDS
 from dilated_attention.call import Call
+from processors import by_name_in_a_graph
 
 N = 32
 LAYOUT = BlockLayout.local(N, 9, 8)
@@ -387,7 +388,8 @@ class TestState:
         assert len(checked) == 6
 
     @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.thorough)])
-    def test_compiled(self, dynamic, compiling_python):
+    @by_name_in_a_graph
+    def test_compiled(self, processor, dynamic, compiling_python):
         """Eager calls before and after a compiled one do not change what its graph computes, at any length."""
         compiling_python(
             f"""
@@ -412,7 +414,8 @@ class TestState:
                     out = compiled(*inputs)
                     assert torch.equal(out, expected) and torch.equal(call(*inputs), expected)
                     out.sum().backward()
-            """
+            """,
+            processor,
         )
 
 
@@ -495,9 +498,9 @@ class TestRepeats:
             assert found == [1, 2, 1]
         finally:
             torch.set_num_threads(threads)
-        forward, set_of = cpu.forward, cpu._set_of
+        forward, machine = cpu.forward, cpu.PROCESSOR
         monkeypatch.setattr(cpu, "forward", lambda *x: ran.append(x[0]) or monkeypatch.undo() or forward(*x))
-        monkeypatch.setattr(cpu, "_set_of", lambda dtype: set_of(dtype) + 1)
+        monkeypatch.setattr(cpu, "PROCESSOR", replace(machine, highest=machine.set_of(torch.float32) - 1))
         assert torch.equal(attention(*inputs, Window(3), backend="cpu"), expected)
         assert len(ran) == 1
 

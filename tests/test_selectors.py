@@ -20,6 +20,7 @@ from dilated_attention import (
 from dilated_attention.decoding import listed_attention
 from dilated_attention.routing import forecast
 from dilated_attention.routing.grid import candidates
+from processors import by_name_in_a_graph
 
 
 def make(seq_len, heads, kv_heads, head_dim=4):
@@ -389,7 +390,8 @@ def test_samples_that_do_not_fit():
 
 
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_chooses_in_one_graph(which, compiling_python):
+@by_name_in_a_graph
+def test_chooses_in_one_graph(processor, which, compiling_python):
     """A graph holds one operator with the lists of a call outside, for whole and ragged batches of any length.
 
     Two selectors are exported; each of the two others is compiled with two of the kinds of batches, then with the rest.
@@ -445,7 +447,8 @@ def test_chooses_in_one_graph(which, compiling_python):
                 for batch, ragged in kinds[first::2]:
                     x = (*(y[:batch] for y in inputs(n)), choose)
                     assert torch.equal(compiled(*x, **ragged), attend(*x, **ragged))
-        """
+        """,
+        processor,
     )
 
 

@@ -22,6 +22,7 @@ from dilated_attention.nn import (
     rotate,
 )
 from dilated_attention.nn.block_mixture import MixtureChoice
+from processors import by_name_in_a_graph
 
 HEAD_DIM = 4
 
@@ -473,7 +474,8 @@ def test_what_is_refused(make, message, unchecked):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
-def test_compiles_in_one_graph_and_exports(backend, compiling_python):
+@by_name_in_a_graph
+def test_compiles_in_one_graph_and_exports(processor, backend, compiling_python):
     """AOTAutograd takes five times as long as Dynamo for `NativeSparseAttention`; `make test` leaves it out there."""
     compiling_python(
         f"""
@@ -482,10 +484,8 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
         """
         import torch
         from torch._dynamo.testing import CompileCounterWithBackend
-        from dilated_attention.backends import cpu
         from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention
 
-        cpu.least_keys = lambda dtype, head_dim: 24  # as with AMX; elsewhere there is no bound
         torch.manual_seed(0)
         shared = {"block_size": 16, "query_block": 4}
         sizes = {"compress_block": 8, "compress_stride": 4, "num_selected": 3, "window": 8, **shared}
@@ -510,7 +510,8 @@ def test_compiles_in_one_graph_and_exports(backend, compiling_python):
             for shape in ((1, 32), (3, 1500), (2, 47)):
                 x = torch.randn(*shape, 32)
                 torch.testing.assert_close(program(x), module(x))  # short calls may get another backend
-        """
+        """,
+        processor,
     )
 
 

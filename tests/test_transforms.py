@@ -14,6 +14,7 @@ from dilated_attention import BlockLayout, Dilated, UnsupportedError, attention,
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.table import BACKENDS
 from dilated_attention.nn import BlockAttentionMixture, MultiheadDilatedAttention, NativeSparseAttention
+from processors import by_name_in_a_graph
 from tolerances import TOLERANCE, relative_error
 
 F64 = {"dtype": torch.float64}
@@ -404,7 +405,8 @@ def test_jit_trace_is_refused():
 
 
 @pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_compiled_and_exported(more, compiling_python):
+@by_name_in_a_graph
+def test_compiled_and_exported(processor, more, compiling_python):
     """Each is one graph, at lengths that change; masks are checked when the graph runs.
 
     It is one process, since the first compilation of each takes seconds. With `more`, options and lists that pass
@@ -551,7 +553,8 @@ def test_compiled_and_exported(more, compiling_python):
         torch.testing.assert_close(
             exported(longer, longer, longer, is_causal=True)[0], model(longer, longer, longer, is_causal=True)[0]
         )
-        """
+        """,
+        processor,
     )
 
 

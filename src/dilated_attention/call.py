@@ -33,7 +33,7 @@ from dilated_attention.patterns import (
     Window,
     layout_inside,
 )
-from dilated_attention.plan import EVERY, Branches, Plan, plan_of, plan_of_rows, row_counts
+from dilated_attention.plan import Branches, Plan, plan_of, plan_of_rows, row_counts
 from dilated_attention.torch_internals import in_autocast, in_export, in_torch_func, is_mapped, is_symbol, observed
 
 if TYPE_CHECKING:
@@ -531,16 +531,18 @@ def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: 
     )
     needs = tuple([name for name, is_asked in asked if is_asked])
     pairs = list(zip(branches.segment_lengths, branches.dilation_rates, strict=True))
-    # A window with two bounds limits the keys. Causality does not, and leading tokens do not count.
-    keys = sum(
-        [
+    if branches.bands:
+        # A window with two bounds limits the keys. Causality does not, and leading tokens do not count.
+        keys = [
             w // r if low is None or high is None else min(w // r, high - low + 1)
-            for (w, r), (low, high) in zip(pairs, branches.bands or (EVERY,) * len(pairs), strict=True)
+            for (w, r), (low, high) in zip(pairs, branches.bands, strict=True)
         ]
-    )
-    # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
-    shown = min(keys, q.shape[1]) if branches.bands else sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
-    # A graph of torch.export serves any length: it gets the backend for long ones.
-    keys, work = [sys.maxsize if is_symbol(number) else number for number in (keys, q.numel() * shown)]
+        shown = min(sum(keys), q.shape[1])
+    else:
+        # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
+        shown = sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
+    work = q.numel() * shown
+    if is_symbol(work):  # a graph of torch.export serves any length: it gets the backend for long ones
+        work = sys.maxsize
     seq_len = 1 if torch.compiler.is_compiling() else q.shape[1]
-    return Facts(q.device, q.dtype, max(q.shape[3], v.shape[3]), seq_len, needs, work, over_ranks, keys)
+    return Facts(q.device, q.dtype, max(q.shape[3], v.shape[3]), seq_len, needs, work, over_ranks)

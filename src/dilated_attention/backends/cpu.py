@@ -7,7 +7,7 @@ over the keys of all spans that the tile sees. Tables are made once per plan and
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +23,10 @@ from dilated_attention.kernels.cpu.estimates import TYPES
 from dilated_attention.merge import running
 from dilated_attention.plan import Plan
 
-ARM64 = build.machine() == "arm64"
 X86_SETS = ("none", "AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
-INSTRUCTION_SETS = ("none", "NEON", "NEON with bfloat16") if ARM64 else X86_SETS
-"""The names of this architecture's instruction sets. The index is the number used in kernels/cpu/dispatch.cpp."""
+ARM64_SETS = ("none", "NEON", "NEON with bfloat16")
+"""The names of an architecture's instruction sets. The index is the number used in kernels/cpu/dispatch.cpp."""
 AVX512, AMX = map(X86_SETS.index, ("AVX-512", "AMX with bfloat16"))
-HIGHEST_IN_FLOAT32 = 1 if ARM64 else AVX512
-"""The highest instruction set whose kernels multiply in float32, whatever the dtype of the tensors."""
 KERNELS = {"forward": 0, "stats": 1, "dq": 2, "dkdv": 3}
 ONE_THREAD = 2**19
 """The most work, in score entries times head_dim, that one thread does alone."""
@@ -43,14 +40,6 @@ MOST_IDLE = 1.3
 It is `Launch.idle`, the time with whole jobs over perfect balance. The kernel of five has few, large jobs.
 """
 
-LEAST_KEYS = {torch.float32: (128, 512), torch.bfloat16: (8, 8), torch.float16: (8, 8)}
-"""The fewest keys per query, with full segments, for which `auto` chooses this backend on a processor with AMX: for a
-head_dim of up to 64, and for a larger one.
-
-With fewer keys, the gathers and edges of a tile cost more than its products (notebook, 2026-11-22 and 2026-11-24). With
-AVX2 and AVX-512 they cost less than the native backend for any number (2026-11-27 and 2026-11-28).
-"""
-
 
 def refusal(facts: Facts) -> str | None:
     """Return why this backend cannot serve a call, and what would serve it; None if it can."""
@@ -61,86 +50,100 @@ def refusal(facts: Facts) -> str | None:
 
 def on_request(facts: Facts) -> str | None:
     """Return why `auto` does not choose this backend for a call that it could serve; None if `auto` may."""
-    if ARM64:
+    if PROCESSOR.arm64:
         return (
             "the kernels have not been timed on arm64, so native comes first; backend='cpu' takes them. To change "
             "that, run `dilated-attention bench cpu --share` on such a machine and attach its file to an issue"
         )
-    if facts.dtype == torch.bfloat16 and has_amx() and not in_tiles(facts.dtype):
+    if facts.dtype == torch.bfloat16 and PROCESSOR.has_amx and not PROCESSOR.in_tiles(facts.dtype):
         return "native multiplies in the tiles of AMX, which this process did not get for the kernels"
-    least = least_keys(facts.dtype, facts.head_dim)
-    if facts.keys < least:
-        return f"native is faster where a query sees fewer than {least} keys in its segments"
     return None
 
 
-def least_keys(dtype: torch.dtype, head_dim: int) -> int:
-    """Return the fewest keys per query for which `auto` chooses this backend on this machine."""
-    return LEAST_KEYS.get(dtype, (0, 0))[head_dim > 64] if has_amx() else 0
+# ---- the processor
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Hold what choices depend on: of a backend for a call, and of the kernels' tiles and instructions.
+
+    Attributes:
+        highest: the highest instruction set that the kernels support, as an index of `sets`.
+        has_amx: whether PyTorch's own operators multiply bfloat16 in the tiles of AMX, even if this process did not
+            get them for the kernels.
+    """
+
+    arm64: bool
+    highest: int
+    has_amx: bool = False
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Return the names of the architecture's instruction sets."""
+        return ARM64_SETS if self.arm64 else X86_SETS
+
+    @property
+    def highest_in_float32(self) -> int:
+        """Return the architecture's highest instruction set whose kernels multiply in float32, whatever the dtype of
+        the tensors."""
+        return 1 if self.arm64 else AVX512
+
+    def set_of(self, dtype: torch.dtype) -> int:
+        """Return the instruction set used for tensors of this dtype."""
+        if dtype == torch.bfloat16 or self.in_halves(dtype):
+            return self.highest
+        return min(self.highest, self.highest_in_float32)
+
+    def in_tiles(self, dtype: torch.dtype) -> bool:
+        """Return whether tensors of this dtype are multiplied in the tile registers of AMX."""
+        return self.set_of(dtype) == AMX
+
+    def in_halves(self, dtype: torch.dtype) -> bool:
+        """Return whether each number is split into a sum of two bfloat16 numbers, which AMX multiplies in three
+        products.
+
+        Float16 numbers are split, because the sum is exact. Float32 numbers are split only if
+        `torch.set_float32_matmul_precision` is "high" or "medium"; out and gradients are then accurate to 3e-5.
+        """
+        if dtype == torch.bfloat16 or self.highest != AMX:
+            return False
+        if dtype == torch.float16:
+            return True
+        # Traced code cannot read the switch; the operator in the graph does.
+        return not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() != "highest"
+
+    def most_few(self, dtype: torch.dtype) -> int:
+        """Return the most rows per tile for which kernels/cpu/few.h runs a launch."""
+        return (FEW_ON_ARM64 if self.arm64 else FEW)[self.set_of(dtype)]
+
+
+def instruction_set_of(dtype: torch.dtype) -> str:
+    """Name the instruction set used for this dtype, and say whether each number is split into two bfloat16 halves."""
+    name = PROCESSOR.sets[PROCESSOR.set_of(dtype)]
+    if not PROCESSOR.in_halves(dtype):
+        return name
+    return f"{name}, each number as two{', by set_float32_matmul_precision' * (dtype == torch.float32)}"
 
 
 # ---- the library
 
 
-def _load() -> tuple[ctypes.CDLL | None, int, bool, str | None]:
-    """Return (library or None, index of the machine's best set in INSTRUCTION_SETS, whether the machine has AMX, why no
-    kernel can run or None)."""
-    library = build.load()
+def _load() -> tuple[ctypes.CDLL | None, Processor, str | None]:
+    """Return (library or None, this machine's processor, why no kernel can run or None)."""
+    arm64, library = build.machine() == "arm64", build.load()
     if isinstance(library, str):
-        return None, 0, False, library
+        return None, Processor(arm64, 0), library
     assert_same_fields(library)
     for name in ("instruction_set", "has_amx", "run"):
         getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
     highest = int(library.dilated_attention_instruction_set())
     why = None if highest else "the kernels need a processor with AVX2"
-    return library, highest, bool(library.dilated_attention_has_amx()), why
+    return library, Processor(arm64, highest, bool(library.dilated_attention_has_amx())), why
 
 
 def missing() -> str | None:
     """Return why there are no kernels on this machine, and how to get them; None if there are."""
     return _MISSING
-
-
-def instruction_set() -> int:
-    """Return the machine's highest instruction set that the kernels support, as an index of INSTRUCTION_SETS."""
-    return _HIGHEST
-
-
-def instruction_set_of(dtype: torch.dtype) -> str:
-    """Name the instruction set used for this dtype, and say whether each number is split into two bfloat16 halves."""
-    name = INSTRUCTION_SETS[_set_of(dtype)]
-    if not in_halves(dtype):
-        return name
-    return f"{name}, each number as two{', by set_float32_matmul_precision' * (dtype == torch.float32)}"
-
-
-def in_tiles(dtype: torch.dtype) -> bool:
-    """Return whether tensors of this dtype are multiplied in the tile registers of AMX."""
-    return _set_of(dtype) == AMX
-
-
-def in_halves(dtype: torch.dtype) -> bool:
-    """Return whether each number is split into a sum of two bfloat16 numbers, which AMX multiplies in three products.
-
-    Float16 numbers are split, because the sum is exact. Float32 numbers are split only if
-    `torch.set_float32_matmul_precision` is "high" or "medium"; out and gradients are then accurate to 3e-5.
-    """
-    if dtype == torch.bfloat16 or instruction_set() != AMX:
-        return False
-    if dtype == torch.float16:
-        return True
-    # Traced code cannot read the switch; the operator in the graph does.
-    return not torch.compiler.is_compiling() and torch.get_float32_matmul_precision() != "highest"
-
-
-def _set_of(dtype: torch.dtype) -> int:
-    highest = instruction_set()
-    return highest if dtype == torch.bfloat16 or in_halves(dtype) else min(highest, HIGHEST_IN_FLOAT32)
-
-
-def has_amx() -> bool:
-    """Return whether the machine has AMX for bfloat16, and PyTorch's own operators would use it."""
-    return _AMX
 
 
 # ---- forward and backward
@@ -161,7 +164,7 @@ def forward(
 def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, int] | None:
     """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
     bytes of the tables that it keeps; None if these exceed `MOST_PREPARED`."""
-    found, instructions, covered = launches(problem, q, "queries"), _set_of(q.dtype), problem.plan.covered
+    found, instructions, covered = launches(problem, q, "queries"), PROCESSOR.set_of(q.dtype), problem.plan.covered
     nbytes = sum(x.table.lines.nbytes + x.jobs.nbytes for x in found)
     if nbytes > MOST_PREPARED:
         return None
@@ -173,7 +176,7 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
         calls.append((bytes(arguments.call), launch))  # whose tables the call reads
 
     def repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if _set_of(q.dtype) != instructions:
+        if PROCESSOR.set_of(q.dtype) != instructions:
             return forward(problem, q, k, v)
         out, lse = running(q, covered)
         for settled, _ in calls:
@@ -239,9 +242,12 @@ MAX_OWN, LOOP = 256, 64
 would not fit the second-level cache. With AMX tiles, the backward's additions to dq per tile weigh more: there, twice
 as many rows save a tenth."""
 
-FEW, ROOM = (0, 2, 1) if ARM64 else (0, 4, 4, 2, 1), 2**18
+FEW, FEW_ON_ARM64 = (0, 4, 4, 2, 1), (0, 2, 1)
 """The most rows per tile for which kernels/cpu/few.h runs a launch, by instruction set (notebook, 2026-11-22; on arm64
-a guess), and the bytes that a job holds there."""
+a guess)."""
+
+ROOM = 2**18
+"""The bytes that a job of such a launch holds."""
 
 
 def launches(
@@ -258,7 +264,7 @@ def launches(
     if not plan.groups or not q.numel() or which == ():
         return ()
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
-    own, few = _own(side, q, plan), FEW[_set_of(q.dtype)]
+    own, few = _own(side, q, plan), PROCESSOR.most_few(q.dtype)
     row = 4 * q.shape[-1] * (4 if side == "keys" else 3 * q.shape[2] // max(1, plan.num_heads))
     together = max(1, ROOM // row)
 
@@ -277,7 +283,7 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
     """Return the rows per tile: MAX_OWN, or 2 MAX_OWN for tiles of keys (`side`) with AMX. Halve this, once, if
     head_dim exceeds 128 or the rows would fill fewer than 32 tiles."""
     rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
-    most = 2 * MAX_OWN if side == "keys" and in_tiles(q.dtype) else MAX_OWN
+    most = 2 * MAX_OWN if side == "keys" and PROCESSOR.in_tiles(q.dtype) else MAX_OWN
     return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2
 
 
@@ -316,7 +322,7 @@ def assert_same_fields(library: ctypes.CDLL) -> None:
 
 
 # At import: torch.compile reads what `refusal` needs as constants.
-_LIBRARY, _HIGHEST, _AMX, _MISSING = _load()
+_LIBRARY, PROCESSOR, _MISSING = _load()
 
 
 class _Arguments:
@@ -376,7 +382,7 @@ class _Arguments:
 def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
     """Run a kernel over a launch's tiles, in one call of the library; MemoryError if its threads get no memory."""
     arguments.launch(launch)
-    _run(kernel, arguments.type, _set_of(arguments.dtype), arguments.call)
+    _run(kernel, arguments.type, PROCESSOR.set_of(arguments.dtype), arguments.call)
 
 
 def _run(kernel: str, kind: int, instructions: int, call: _Call) -> None:

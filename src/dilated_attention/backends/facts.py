@@ -16,7 +16,6 @@ class Facts(NamedTuple):
             window", "softcap".
         work: an estimate of the call's score entries times head_dim.
         over_mesh: whether the call's sequence is sharded over a mesh.
-        keys: how many keys a query sees, summed over its branches, when every segment is full.
     """
 
     device: torch.device
@@ -26,4 +25,3 @@ class Facts(NamedTuple):
     needs: tuple[str, ...] = ()
     work: int = 0
     over_mesh: bool = False
-    keys: int = 1024

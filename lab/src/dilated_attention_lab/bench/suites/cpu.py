@@ -73,7 +73,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
             found.append(_blocks(replace(case, seq_len=seq_len, heads=heads), budget * (1 if seq_len < 10_000 else 3)))
     found += [_short_rows(dtype, budget / 2) for dtype in (*dtypes, "float16")]
     found += [_small(dtype, budget / 3) for dtype in dtypes]
-    if cpu.instruction_set() == cpu.AMX:
+    if cpu.PROCESSOR.highest == cpu.AMX:
         single = [case for case in kinds if case.dtype == "float32"]
         found += [_halves(case, bar, budget) for case, bar in zip(single, (0.60, 0.65), strict=False)]
     for dtype in dtypes:
@@ -105,7 +105,7 @@ def _row(
     The row's `over` holds the time of `name` divided by its time on the native backend. bars: the largest allowed
     ratios, by (dtype, phase), in the order of HEAD_DIMS. flops: floating-point operations of a forward, by contender.
     """
-    bar = bars.get((TILES if cpu.in_tiles(getattr(torch, case.dtype)) else case.dtype, phase))
+    bar = bars.get((TILES if cpu.PROCESSOR.in_tiles(getattr(torch, case.dtype)) else case.dtype, phase))
     factor = 1.0 if phase == "forward" else 3.5
     return Row.of(
         f"{phase}: time over {rival if density == 1 else f'density x {rival}'}",

@@ -85,7 +85,7 @@ def _over_dense(
     rounds = measure.interleave(contenders, seconds=budget, device=q.device, dtype=q.dtype)
     entries = window.flops(seq_len, 1, 1, is_causal) / Dilated((seq_len,), (1,)).flops(seq_len, 1, 1, is_causal)
     parameters = _parameters(q, before=window.before, after=window.after, is_causal=is_causal)
-    with_avx2 = is_causal and cpu.instruction_set() < cpu.AVX512
+    with_avx2 = is_causal and cpu.PROCESSOR.highest < cpu.AVX512
     bars = {"forward": bar, "forward+backward": TRAINED_WITH_AVX2 if with_avx2 else bar}
     for phase, limit in bars.items():
         spread = rounds.ratio("window", "dense", phase, factor=1 / entries)
