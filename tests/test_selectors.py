@@ -270,9 +270,60 @@ def test_an_indexer_learns_where_attention_falls():
 def test_an_indexer_in_half_precision_chooses_in_single():
     indexer, x = routing.Indexer(16, 2, 8, top_k=4), torch.randn(1, 40, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        assert indexer._index(x, slice(0, 40)).dtype == torch.float32
+        assert indexer._index(x, 0, slice(0, 40), torch.zeros(1, 40)).dtype == torch.float32
     assert indexer.choose(x[:, :0]).shape == (1, 0, 0)
     assert indexer.choose(x, 0).shape == (1, 0, 4)
+
+
+def test_an_indexer_treats_a_sample_as_if_it_were_alone():
+    """Packed, and padded at either end or between tokens; padding holds NaN, and what would be chosen."""
+    indexer, tokens = routing.Indexer(6, 2, 3, top_k=5, dtype=torch.float64), [13, 4, 0, 22]
+    edges, parameters = [0, 13, 17, 17, 39], list(indexer.parameters())
+    samples = [[torch.randn(1, n, *shape, dtype=torch.float64) for shape in ((6,), (4, 8), (2, 8))] for n in tokens]
+    alone = [indexer(sample[0]) if n else None for sample, n in zip(samples, tokens, strict=True)]
+    loss = sum(indexer.loss(*sample) * n for sample, n in zip(samples, tokens, strict=True) if n) / 39
+    wanted = torch.autograd.grad(loss, parameters)
+
+    def padded(rows):
+        found = [y.new_full((4, 30, *y.shape[2:]), torch.nan) for y in samples[0]]
+        for one, own, at in zip(range(4), samples, rows, strict=True):
+            for together, y in zip(found, own, strict=True):
+                together[one, at] = y[0]
+        return found
+
+    left, right = ([slice(30 - n, 30) for n in tokens], [slice(0, n) for n in tokens])
+    apart = [torch.randperm(30)[:n].sort().values for n in tokens]
+    mask = {name: torch.ones(4, 30, dtype=torch.bool) for name in ("left", "right", "apart")}
+    for name, rows in (("left", left), ("right", right), ("apart", apart)):
+        for one, at in enumerate(rows):
+            mask[name][one, at] = False
+    packed = [torch.cat(x, 1) for x in zip(*samples, strict=True)]
+    calls = {
+        "cu_seqlens": (packed, {"cu_seqlens": edges}, right),
+        "lengths": (padded(right), {"lengths": tokens}, right),
+        "right": (padded(right), {"key_padding_mask": mask["right"]}, right),
+        "left": (padded(left), {"key_padding_mask": mask["left"]}, left),
+        "apart": (padded(apart), {"key_padding_mask": mask["apart"]}, apart),
+    }
+    for inputs, ragged, rows in calls.values():
+        layout = indexer(inputs[0], **ragged)
+        assert layout.batch_size == 4
+        for one, (own, at) in enumerate(zip(alone, rows, strict=True)):
+            seen = layout.dense_mask()[one, 0]
+            assert own is None or torch.equal(seen[at][:, at], own.dense_mask()[0, 0])
+            assert int(seen.sum()) == (0 if own is None else own.nnz)
+        found = indexer.loss(*inputs, **ragged)
+        torch.testing.assert_close(found, loss, rtol=0, atol=1e-12)
+        for gradient, reference in zip(torch.autograd.grad(found, parameters), wanted, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-12)
+    last = indexer.choose(padded(left)[0], 2, key_padding_mask=mask["left"])
+    assert torch.equal(last, indexer.choose(padded(left)[0], key_padding_mask=mask["left"])[:, -2:])
+    assert torch.equal(
+        indexer.choose(packed[0], 3, cu_seqlens=edges), indexer.choose(packed[0], cu_seqlens=edges)[:, -3:]
+    )
+    hidden = {"key_padding_mask": torch.ones(4, 30, dtype=torch.bool)}
+    assert indexer(padded(left)[0], **hidden).nnz == 0
+    assert indexer.loss(*padded(left), **hidden) == 0
 
 
 Q, K, V = (torch.zeros(1, 64, heads, 8) for heads in (4, 2, 2))
@@ -464,10 +515,15 @@ def test_lists_given_in_one_graph(compiling_python):
         indexer = Indexer(16, 2, 8, top_k=8)
         router = LearnedRouter(4, 8, 0.4, num_kv_heads=2, block_size=16, is_causal=True)
         causal = {"is_causal": True}
+        ends, edges, mask = torch.tensor([50]), torch.tensor([0, 20, 64]), torch.arange(64)[None] < 9
         cases = (
             lambda q, k, x: attention(q, k, k, indexer(x), **causal),
             lambda q, k, x: attention(q, k, k, router(q, k), **causal),
             lambda q, k, x: attention(q, k, k, router(q, k).select(heads=[1, 0, 3, 2]), **causal),
+            lambda q, k, x: attention(q, k, k, indexer(x, lengths=ends), lengths=ends, **causal),
+            lambda q, k, x: attention(q, k, k, indexer(x, cu_seqlens=edges), cu_seqlens=edges, **causal),
+            lambda q, k, x: attention(q, k, k, indexer(x, key_padding_mask=mask), key_padding_mask=mask, **causal),
+            lambda q, k, x: q * indexer.loss(x, q, k, cu_seqlens=edges),
             lambda q, k, x: router.relaxed_attention(q, k, k),
             lambda q, k, x: attention(q, k, k, BlockLayout.from_mask(x[0, :4, :4].tril() > 0, None, 16, **causal)),
             lambda q, k, x: attention(q, k, k, BlockLayout.from_indices(torch.arange(5), x[0, :4, 0].long(), 64, 16)),

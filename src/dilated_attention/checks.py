@@ -108,6 +108,16 @@ def ragged(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Ten
     return lengths, cu_seqlens
 
 
+def ragged_or_masked(
+    k: Tensor, lengths: Any, cu_seqlens: Any, key_padding_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check lengths and cu_seqlens as `ragged` does, and a key_padding_mask, which excludes both."""
+    if key_padding_mask is not None and not (lengths is cu_seqlens is None):
+        raise ValueError("key_padding_mask is given beside lengths or cu_seqlens")
+    mask(k, key_padding_mask)
+    return ragged(k, lengths, cu_seqlens)
+
+
 def _integer_tensor(name: str, values: Any, wanted: str, number: int | None = None) -> Tensor:
     """Return `number` (None: at least one) integers as flat int64; an error says that `name` must hold `wanted`."""
     if not isinstance(values, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,22 +16,31 @@ from dilated_attention import checks
 from dilated_attention.layout import BlockLayout
 from dilated_attention.ranking import slices, stable_topk
 from dilated_attention.routing.grid import Keys, Queries
-from dilated_attention.torch_internals import without_autocast
+from dilated_attention.torch_internals import taken_as_true, without_autocast
+
+Numbers = Tensor | Sequence[int] | None
 
 
 class Indexer(nn.Module):
     """Choose the keys of each query, for all heads together (the indexer of DeepSeek Sparse Attention; DeepSeek-AI
-    2025, DeepSeek-V3.2).
+    2025, DeepSeek-V3.2, but without its rotary positions).
 
         index(t, s) = Σ_j w_{t, j} relu(a_{t, j} · b_s) / sqrt(head_dim),        a = W_a x, b = W_b x, w = W_w x,
 
     where few index heads j share b. A query sees the `top_k` tokens s <= t with the largest index.
+
+    **Positions.** DeepSeek rotates some channels of a and b by their positions. Nothing is rotated here: the index
+    knows only the positions that x itself holds.
 
     **Training.** The choice has no gradient. `loss` is the mean over queries of
 
         KL(p_t || softmax_{s <= t} index(t, s)),        p_t = the mean over heads of the attention's probabilities,
 
     so that the index predicts where the model's attention falls. Only the indexer learns from it.
+
+    **Ragged batches.** All methods take `lengths`, `cu_seqlens` or `key_padding_mask`, as `attention` does; the mask
+    may hide tokens at either end, or between others. No hidden token is chosen, no query sees another sample, and a
+    sample gets the choice and the loss that it gets alone. A hidden token's own query sees nothing.
 
     The index is computed for some queries at a time, N² values in all, so no N x N matrix is ever in memory.
 
@@ -67,35 +77,68 @@ class Indexer(nn.Module):
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, top_k={self.top_k}"
 
-    def forward(self, x: Float[Tensor, "batch seq embed_dim"]) -> BlockLayout:
-        """Return the causal layout of the tokens that each query sees, shared by all heads."""
-        return BlockLayout.from_topk(self.choose(x), is_causal=True)
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        *,
+        lengths: Numbers = None,
+        cu_seqlens: Numbers = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> BlockLayout:
+        """Return the causal layout of the tokens that each query sees, shared by all heads.
+
+        With `cu_seqlens` it has the lists of each sample, for a call with the same `cu_seqlens`.
+        """
+        chosen = self.choose(x, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
+        if cu_seqlens is not None:
+            edges = checks.ragged(x, None, cu_seqlens)[1]
+            assert edges is not None
+            chosen = _by_sample(chosen[0], edges.to(x.device))
+        return BlockLayout.from_topk(chosen, is_causal=True)
 
     @torch.no_grad()
     def choose(
-        self, x: Float[Tensor, "batch seq embed_dim"], new: int | None = None
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        new: int | None = None,
+        *,
+        lengths: Numbers = None,
+        cu_seqlens: Numbers = None,
+        key_padding_mask: Tensor | None = None,
     ) -> Int[Tensor, "batch new chosen"]:
         """Return the tokens that each of the last `new` queries sees (None: all queries).
 
-        A query that sees fewer than `top_k` tokens has -1 in the other places.
+        A query that sees fewer than `top_k` tokens has -1 in the other places. Tokens are counted along seq, also those
+        of packed samples.
         """
         self._check(x)
         seq_len = x.shape[1]
         new = seq_len if new is None else checks.integer("new", new, 0, seq_len)
-        chosen = [torch.empty(x.shape[0], 0, min(self.top_k, seq_len), dtype=torch.int64, device=x.device)]
-        for at in slices(seq_len - new, seq_len, x.shape[0] * seq_len * self.num_heads):
-            index = self._index(x, at)
-            index = F.pad(index, (0, seq_len - index.shape[-1]), value=-torch.inf)
-            values, indices = stable_topk(index, min(self.top_k, seq_len))
+        sample, edges = _samples(x, lengths, cu_seqlens, key_padding_mask)
+        x = x.masked_fill((sample < 0)[..., None], 0.0)
+        width = min(self.top_k, seq_len)
+        chosen = [torch.empty(x.shape[0], 0, width, dtype=torch.int64, device=x.device)]
+        for first, at in _parts(x, seq_len - new, edges, self.num_heads):
+            index = self._index(x, first, at, sample)
+            index = F.pad(index, (first, seq_len - at.stop), value=-torch.inf)
+            values, indices = stable_topk(index, width)
             chosen.append(indices.masked_fill(values == -torch.inf, -1))
-        return torch.cat(chosen, 1)
+        return torch.cat(chosen, 1).masked_fill((sample[:, seq_len - new :] < 0)[..., None], -1)
 
     def loss(
-        self, x: Float[Tensor, "batch seq embed_dim"], q: Queries, k: Keys, *, scale: float | None = None
+        self,
+        x: Float[Tensor, "batch seq embed_dim"],
+        q: Queries,
+        k: Keys,
+        *,
+        scale: float | None = None,
+        lengths: Numbers = None,
+        cu_seqlens: Numbers = None,
+        key_padding_mask: Tensor | None = None,
     ) -> Float[Tensor, ""]:
         """Return the mean over queries of KL(attention's probabilities, averaged over heads || softmax of the index).
 
-        It has gradients for the indexer's parameters only.
+        It has gradients for the indexer's parameters only. Hidden tokens do not count; it is 0 if all are hidden.
 
         Args:
             x: the input that `forward` gets.
@@ -110,38 +153,92 @@ class Indexer(nn.Module):
             )
         if not x.numel():
             raise ValueError(f"x has no tokens to learn from: shape {tuple(x.shape)}")
-        x, q, k = x.detach(), q.detach(), k.detach()
+        sample, edges = _samples(x, lengths, cu_seqlens, key_padding_mask)
+        hidden = sample < 0
+        x = x.detach().masked_fill(hidden[..., None], 0.0)
+        q, k = (y.detach().masked_fill(hidden[..., None, None], 0.0) for y in (q, k))
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        part, rows = partial(self._divergence, x, q, k, scale), x.shape[0] * x.shape[1]
+        part = partial(self._divergence, x, q, k, scale, sample)
         parts = [
-            checkpoint(part, at, use_reentrant=False) if torch.is_grad_enabled() else part(at)
-            for at in slices(0, x.shape[1], rows * max(q.shape[2], self.num_heads))
+            checkpoint(part, *at, use_reentrant=False) if torch.is_grad_enabled() else part(*at)
+            for at in _parts(x, 0, edges, max(q.shape[2], self.num_heads))
         ]
-        return torch.stack(parts).sum() / rows
+        return torch.stack(parts).sum() / (~hidden).expand(x.shape[:2]).sum().clamp(min=1)
 
     def _check(self, x: Tensor) -> None:
         width = self.key.in_features
         if x.dim() != 3 or x.shape[2] != width:
             raise ValueError(f"x must be (batch, seq, embed_dim={width}); got shape {tuple(x.shape)}")
 
-    def _divergence(self, x: Tensor, q: Tensor, k: Tensor, scale: float, at: slice) -> Tensor:
+    def _divergence(
+        self, x: Tensor, q: Tensor, k: Tensor, scale: float, sample: Tensor, first: int, at: slice
+    ) -> Tensor:
         """Return KL(p_t || softmax index(t, ·)), summed over batch and queries t in `at`; p_t is the mean over heads of
-        the attention's probabilities."""
-        index = self._index(x, at)
+        the attention's probabilities. A hidden query sees itself alone, so its part is 0."""
+        index = self._index(x, first, at, sample)
         with torch.no_grad(), without_autocast(q):
             query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
-            score = query @ k[:, : at.stop].to(index.dtype).permute(0, 2, 3, 1)[:, :, None] * scale
+            score = query @ k[:, first : at.stop].to(index.dtype).permute(0, 2, 3, 1)[:, :, None] * scale
             wanted = score.masked_fill_(index[:, None, None] == -torch.inf, -torch.inf).softmax(-1).mean((1, 2))
-        told = index.log_softmax(-1).masked_fill(wanted == 0, 0.0)  # 0 where a token lies ahead, not 0 times -inf
+        told = index.log_softmax(-1).masked_fill(wanted == 0, 0.0)  # 0 where a token is not seen, not 0 times -inf
         return F.kl_div(told, wanted, reduction="sum")
 
-    def _index(self, x: Tensor, at: slice) -> Tensor:
-        """Return the indexer's scores index(t, s) of queries t in `at`: (batch, queries, at.stop); -inf where s > t."""
+    def _index(self, x: Tensor, first: int, at: slice, sample: Tensor) -> Tensor:
+        """Return the scores index(t, s) of queries t in `at` and keys s in [first, at.stop), `(batch, queries, keys)`;
+        -inf where s > t or s is of another sample. `sample` is from `_samples`."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
-        key, weight = self.key(x[:, : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)
+        key, weight = self.key(x[:, first : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)
         with without_autocast(x):
             score = (query.transpose(1, 2) @ key.mT[:, None]).relu()
             index = torch.einsum("bjqs,bqj->bqs", score, weight) * self.head_dim**-0.5
         token = torch.arange(at.stop, device=x.device)
-        return index.masked_fill(token > token[at, None], -torch.inf)
+        seen = (token[first:] <= token[at, None]) & (sample[:, None, first : at.stop] == sample[:, at, None])
+        return index.masked_fill(~seen, -torch.inf)
+
+
+def _samples(
+    x: Tensor, lengths: Numbers, cu_seqlens: Numbers, key_padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the number of each token's sample, `(batch or 1, seq)`, and the checked cu_seqlens.
+
+    A query sees keys with its own number. Numbers count packed samples, and are 0 in other batches; each hidden token
+    has a negative number of its own.
+    """
+    lengths, cu_seqlens = checks.ragged_or_masked(x, lengths, cu_seqlens, key_padding_mask)
+    if not torch.compiler.is_compiling():
+        checks.samples(x.shape[1], lengths, cu_seqlens)
+    token = torch.arange(x.shape[1], device=x.device)[None]
+    if cu_seqlens is not None:
+        return torch.searchsorted(cu_seqlens[1:].to(x.device), token, right=True), cu_seqlens
+    if lengths is not None:
+        key_padding_mask = token >= lengths.to(x.device)[:, None]
+    if key_padding_mask is None:
+        return torch.zeros_like(token), None
+    return torch.where(key_padding_mask, -1 - token, 0), None
+
+
+def _parts(x: Tensor, start: int, cu_seqlens: Tensor | None, heads: int) -> Iterator[tuple[int, slice]]:
+    """Yield (first key, slice of queries) for all queries from `start` on, some at a time.
+
+    Packed samples come one after another, so that each costs what it costs alone. A graph, which cannot read where they
+    end, computes the scores between them too, and hides them.
+    """
+    if torch.compiler.is_compiling():
+        cu_seqlens = None
+    for _, seq in checks.samples(x.shape[1], None, cu_seqlens):
+        for at in slices(max(start, seq.start), seq.stop, x.shape[0] * (seq.stop - seq.start) * heads):
+            yield seq.start, at
+
+
+def _by_sample(chosen: Tensor, edges: Tensor) -> Tensor:
+    """Return the choices of packed samples, `(seq, chosen)`, as `(samples, longest, chosen)`, with tokens counted from
+    the start of their sample; -1 for none."""
+    longest = int(edges.diff().max())
+    taken_as_true(longest >= 1)
+    token = torch.arange(len(chosen), device=chosen.device)
+    sample = torch.searchsorted(edges[1:], token, right=True)
+    start = edges[sample]
+    placed = chosen.new_full((len(edges) - 1, longest, chosen.shape[1]), -1)
+    placed[sample, token - start] = (chosen - start[:, None]).clamp(min=-1)
+    return placed

@@ -61,10 +61,7 @@ def selector(choose: Choose) -> Choose:
         checks.not_mapped(choose.__name__, q, k)
         if not all(isinstance(x, Tensor) and x.ndim == 4 and not x.is_meta for x in (q, k)):
             return choose(q, k, **given)  # which says what is wrong
-        if key_padding_mask is not None and not (lengths is cu_seqlens is None):
-            raise ValueError("key_padding_mask is given beside lengths or cu_seqlens")
-        checks.mask(k, key_padding_mask)
-        lengths, cu_seqlens = checks.ragged(q, lengths, cu_seqlens)
+        lengths, cu_seqlens = checks.ragged_or_masked(k, lengths, cu_seqlens, key_padding_mask)
         if torch.compiler.is_compiling():
             return in_graph(choose.__name__, q, k, lengths, cu_seqlens, key_padding_mask, given)
         return _choose(choose, q, k, lengths, cu_seqlens, key_padding_mask, given)
