@@ -275,8 +275,29 @@ def test_coordinates_in_another_unit_are_told():
         with pytest.warns(UserWarning, match=r"coords: the 90 tiles of slide 1 lie at \d+ places of 256 pixels"):
             model(x, mixed)
     model(x, coords)
-    overlapping = torch.cartesian_prod(torch.arange(10), torch.arange(9)) * 128
-    model(x[:1], overlapping[None])  # by half: warnings are errors here
+
+
+@pytest.mark.parametrize(
+    ("step", "factor"), [(512, "0.5"), (515.4, "0.497"), (128.0, "2"), (129.28, "1.98"), (224, "1.14")]
+)
+def test_coordinates_of_another_resolution_are_told(step, factor):
+    """Pixels of a slide at 40x, micrometres, and tiles of another size; the remedy gives the embedding."""
+    model, (x, _) = GigaPathSlideEncoder(SMALL).eval(), slides(count=2)
+    grid = torch.cartesian_prod(torch.arange(10), torch.arange(9))
+    right, wrong = (torch.stack([grid * 256, (grid * side + 7).round().long()]) for side in (256, step))
+    with pytest.warns(UserWarning, match=rf"slide 1 lie {round(step)} apart, not 256 .* multiply them by {factor}[;]"):
+        found = model(x, wrong)
+    assert (found - model(x, right)).abs().max() > 1e-3
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, wrong * torch.tensor([1.0, float(factor)])[:, None, None]), model(x, right))
+
+
+def test_coordinates_that_say_nothing_of_a_resolution():
+    """Few tiles, columns that are left out, places at random and a grid of the model's own: warnings are errors."""
+    model, (x, coords) = GigaPathSlideEncoder(SMALL).eval(), slides()
+    grid = torch.cartesian_prod(torch.arange(0, 20, 2), torch.arange(9)) * 256
+    model(x, torch.stack([coords[0], grid, grid + 77, coords[1] // 256 * 256]))
+    model(x[:, :4], grid[None, :4].expand(4, -1, -1) * 2)
 
 
 def test_a_projection_is_called_once_for_all_slides():

@@ -28,6 +28,12 @@ _MOST_AT_A_PLACE = 8
 Tiles that overlap by half give four per place.
 """
 
+_PLACES_PER_TILE = 100
+"""The number of places per tile, in the box around a slide's tiles, below which the tiles lie on a grid."""
+
+_FEWEST_ON_A_GRID = 16
+"""The fewest tiles of a slide whose distances say how far apart tiles lie."""
+
 PATTERN = Dilated((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), "head_block")
 """The branches of the published weights. The five segment lengths run from 1,024 to 1,024 x 1,024 tiles in equal
 ratios."""
@@ -251,10 +257,18 @@ class GigaPathSlideEncoder(Pretrained):
         number = places.long() @ places.new_tensor([config.slide_ngrids, 1]).long()
         for slide, (start, stop) in enumerate(pairwise(starts)):
             found = len(number[start:stop].unique())
+            step = _step(points[start:stop])
             if found * _MOST_AT_A_PLACE < stop - start:
                 warnings.warn(
                     f"coords: the {stop - start} tiles of slide {slide} lie at {found} places of {config.tile_size} "
                     "pixels. Give the pixels of the tiles' corners, not fractions or numbers of a grid",
+                    stacklevel=4,
+                )
+            elif step is not None and abs(step - config.tile_size) > 0.02 * config.tile_size:
+                warnings.warn(
+                    f"coords: the tiles of slide {slide} lie {step} apart, not {config.tile_size} pixels as the places "
+                    "of this model. If coords are micrometres, or pixels of another resolution, multiply them by "
+                    f"{config.tile_size / step:.3g}; if the tiles overlap or have gaps, ignore this warning",
                     stacklevel=4,
                 )
         return places.long()
@@ -268,3 +282,19 @@ class GigaPathSlideEncoder(Pretrained):
         if not min(counts):
             raise ValueError(f"lengths must be positive: a slide without tiles has no mean; got {counts}")
         return self.norm(torch.stack([slide[1:].mean(0) for slide in slides]))
+
+
+def _step(points: Tensor) -> int | None:
+    """Return how far apart the tiles of a slide lie on their grid; None if they are too few, or lie on none.
+
+    This is the smallest distance along an axis. Points at random have a small one too, but fill few places of its grid.
+    """
+    if len(points) < _FEWEST_ON_A_GRID:
+        return None
+    corners = points.round().long()
+    gaps = torch.cat([values.unique().diff() for values in corners.T])
+    if not len(gaps):
+        return None
+    step = int(gaps.min())
+    columns, rows = (corners.amax(0) - corners.amin(0)).div(step).add(1).tolist()
+    return step if columns * rows < _PLACES_PER_TILE * len(points) else None
