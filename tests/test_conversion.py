@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from dilated_attention import UnsupportedError
+from dilated_attention import BlockLayout, Dilated, Sum, UnsupportedError, Window
 from dilated_attention.integrations import convert_attention
 from dilated_attention.nn import MultiheadDilatedAttention
 from tolerances import TOLERANCE, relative_error
@@ -52,6 +53,36 @@ def test_encoder_equals_dense_in_every_mode(norm_first, batch_first):
                 expected, out = (m.train(training)(given, **options) for m in (theirs, ours))
             keep = real if "src_key_padding_mask" in options else torch.ones_like(real)
             assert relative_error(out * keep, expected * keep) <= TOLERANCE[torch.float64]
+
+
+def near(n: int) -> BlockLayout:
+    return BlockLayout.local(n, window=3, block_size=1)
+
+
+@pytest.mark.parametrize("pattern", [Window(2), near(11), Window(1) + near(11), near, Dilated([64], [1]) * near])
+def test_any_pattern_equals_the_mask(pattern):
+    theirs = encoder()
+    ours, x = copy.deepcopy(theirs), torch.randn(3, 11, 16, **F64)
+    assert convert_attention(ours, pattern) == ["layers.0.self_attn", "layers.1.self_attn"]
+    distance = (torch.arange(11)[:, None] - torch.arange(11)).abs()
+    bias = torch.zeros(11, 11, **F64).masked_fill(distance > 2, -torch.inf)
+    if isinstance(pattern, Sum):
+        bias = bias.masked_fill(distance < 2, math.log(2))  # shown by both terms
+    expected, out = theirs(x, mask=bias), ours(x)
+    assert relative_error(out, expected) <= TOLERANCE[torch.float64]
+
+
+def test_a_pattern_excludes_segments():
+    for given in ({"segment_lengths": [4], "dilation_rates": [1]}, {"offsets": "head_block"}, {"head_groups": True}):
+        with pytest.raises(ValueError, match=r"self_attn: pattern=Window.* is given beside"):
+            convert_attention(encoder(), Window(2), **given)
+    with pytest.raises(ValueError, match=r"self_attn: segment_lengths=None and dilation_rates=None: give both"):
+        convert_attention(encoder())
+    keywords, positions = encoder(), encoder()
+    convert_attention(keywords, segment_lengths=[4, 8], dilation_rates=[1, 2])
+    convert_attention(positions, [4, 8], [1, 2])
+    found = [model.layers[0].self_attn.attention.pattern for model in (keywords, positions)]
+    assert found == [Dilated([4, 8], [1, 2])] * 2
 
 
 def test_decoder_keeps_its_cross_attention():
@@ -131,7 +162,7 @@ def test_nothing_is_replaced_when_one_is_refused(second, options, message):
     assert all(now is then for now, then in zip(model, before, strict=True))
 
 
-def test_refusals():
+def test_refusals(unchecked):
     with pytest.raises(ValueError, match=r"Linear has no nn\.MultiheadAttention to replace"):
         convert_attention(nn.Linear(2, 2), *WHOLE)
     with pytest.raises(ValueError, match=r"is itself an nn\.MultiheadAttention"):

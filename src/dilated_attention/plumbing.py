@@ -9,7 +9,7 @@ from dilated_attention.backends import blocks, cpu, fused, native, table, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import PlanCache
-from dilated_attention.call import Call, as_autocast, dtype_of_products
+from dilated_attention.call import Call, Pattern, as_autocast, dtype_of_products
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.execution import layouts_of
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
@@ -20,7 +20,7 @@ from dilated_attention.nn.transformer import ShardDropout
 from dilated_attention.parallel import presence
 from dilated_attention.parallel.comm import Framing, Link, Traffic, Transfer, link_of, use_link
 from dilated_attention.parallel.sharding import agreed_seed, from_rank, require_same, summed_over
-from dilated_attention.patterns import describe_unserved
+from dilated_attention.patterns import LayoutOfLength, describe_unserved
 from dilated_attention.pictures import plot_places
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated, progressions
 from dilated_attention.torch_internals import flattened, hooked, in_autocast, require_when_run, without_overrides

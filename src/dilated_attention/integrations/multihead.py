@@ -7,15 +7,17 @@ from typing import Any
 
 from torch import nn
 
-from dilated_attention import Dilated, UnsupportedError
+from dilated_attention import Dilated, Product, UnsupportedError
 from dilated_attention.nn import MultiheadDilatedAttention
+from dilated_attention.plumbing import LayoutOfLength, Pattern
 
 
 def convert_attention(
     model: nn.Module,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    pattern: Pattern | LayoutOfLength | Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     *,
+    segment_lengths: Sequence[int] | None = None,
     offsets: Any = "head",
     head_groups: bool = False,
     backend: str = "auto",
@@ -27,7 +29,8 @@ def convert_attention(
     `forward` returns weights only when called with need_weights=True.
 
     Args:
-        segment_lengths, dilation_rates, offsets, head_groups: as in `Dilated`.
+        pattern: as in `MultiheadDilatedAttention`; or segment_lengths, with dilation_rates next to it.
+        segment_lengths, dilation_rates, offsets, head_groups: instead of a pattern, the arguments of `Dilated`.
         backend: as in `dilated_attention`.
         choose: called as choose(name, module); True: replace the module. Default: replace all except the
             cross-attention of `nn.TransformerDecoderLayer`.
@@ -40,9 +43,10 @@ def convert_attention(
             replaced.
 
     Examples:
+        >>> from dilated_attention import Window
         >>> from dilated_attention.integrations import convert_attention
         >>> model = torch.nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, batch_first=True)
-        >>> convert_attention(model, segment_lengths=[16, 64], dilation_rates=[1, 4])
+        >>> convert_attention(model, Window(16))
         ['self_attn']
         >>> model(torch.randn(1, 100, 32)).shape
         torch.Size([1, 100, 32])
@@ -53,6 +57,12 @@ def convert_attention(
             f"MultiheadDilatedAttention of the same arguments, with batch_first={model.batch_first}, and load its "
             "state_dict"
         )
+    if dilation_rates is not None and segment_lengths is None:
+        segment_lengths, pattern = pattern, None  # type: ignore[assignment]
+    options = {
+        "pattern": pattern, "segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "offsets": offsets,
+        "head_groups": head_groups, "backend": backend,
+    }  # fmt: skip
     made: dict[nn.MultiheadAttention, MultiheadDilatedAttention] = {}
     places: list[tuple[nn.Module, str, nn.MultiheadAttention]] = []
     names = []
@@ -66,8 +76,7 @@ def convert_attention(
                 continue
             if child not in made:
                 try:
-                    pattern = Dilated(segment_lengths, dilation_rates, offsets, head_groups)  # type: ignore[arg-type]
-                    made[child] = _dilated(child, pattern, backend)
+                    made[child] = _dilated(child, options)
                 except ValueError as error:
                     raise type(error)(f"{full}: {error}") from error
             places.append((parent, name, child))
@@ -82,7 +91,7 @@ def convert_attention(
     return names
 
 
-def _dilated(theirs: nn.MultiheadAttention, pattern: Dilated, backend: str) -> MultiheadDilatedAttention:
+def _dilated(theirs: nn.MultiheadAttention, options: dict[str, Any]) -> MultiheadDilatedAttention:
     if type(theirs) is not nn.MultiheadAttention:
         raise UnsupportedError(f"{type(theirs).__name__} may compute more than nn.MultiheadAttention; leave it out")
     if any(hooks for name, hooks in vars(theirs).items() if name.endswith("_hooks")):
@@ -98,10 +107,12 @@ def _dilated(theirs: nn.MultiheadAttention, pattern: Dilated, backend: str) -> M
         vdim=theirs.vdim,
         batch_first=theirs.batch_first,
         device="meta",
-        backend=backend,
-        pattern=pattern,
+        **options,
     )
-    pattern.offset_table(theirs.num_heads)
+    pattern = ours.attention.pattern
+    pattern = pattern.dilated if isinstance(pattern, Product) else pattern
+    if isinstance(pattern, Dilated):
+        pattern.offset_table(theirs.num_heads)
     ours.out_proj = theirs.out_proj
     for name, parameter in theirs.named_parameters(recurse=False, remove_duplicate=False):
         setattr(ours, name, parameter)
