@@ -9,10 +9,15 @@ Outputs lie in memory as `(batch, seq, heads, head_dim)`.
 Where no operator fits, plain products are used, in chunks of bounded memory and in single precision at least: for
 few keys on CPU; on CUDA for a bias, float64 or a head_dim that 8 does not divide; and for softcap and dropout. The CPU
 operator has no dropout; those of CUDA draw dropout masks that no other backend or rank could repeat.
+
+All of them multiply a hidden key by a weight of 0, and 0 times NaN or infinity is NaN. So on CPU, a result that is not
+finite is computed again from finite numbers (`_forward_of_finite`, `_backward_of_finite`). On an accelerator, to ask
+whether it is finite would wait for the device in every call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple
@@ -58,6 +63,11 @@ class Scores(NamedTuple):
     def plain(self) -> bool:
         """Return whether only plain matrix products can compute such scores: no fused operator of PyTorch can."""
         return self.pairs is not None or self.softcap > 0
+
+    @property
+    def hides(self) -> bool:
+        """Return whether a query may see fewer keys than there are."""
+        return self.is_causal or self.bias is not None
 
     def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Scores:
         """Return these settings for some batch elements (`problems`), heads, query rows and keys."""
@@ -119,6 +129,11 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
 def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
     """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head), with the causality, softcap and
     dropout of `scores`."""
+    out, lse = _forward(scores, q, k, v)
+    return (out, lse) if not scores.hides or _is_finite(out) else _forward_of_finite(scores, q, k, v)
+
+
+def _forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     bias = scores.bias
     kind = _kind(q, k, bias)
     if kind == "plain" or scores.plain:
@@ -139,7 +154,14 @@ def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Stat
 
 def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
     """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse), and with
-    the causality, softcap and dropout of `scores`. lse must be finite."""
+    the causality, softcap and dropout of `scores`. lse must not be -inf."""
+    gradients = _backward(scores, merged, q, k, v)
+    if not scores.hides or all(map(_is_finite, gradients)):
+        return gradients
+    return _backward_of_finite(scores, merged, q, k, v)
+
+
+def _backward(scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if scores.plain or _kind(q, k, scores.bias) == "plain":
         return _plain_backward(scores, merged, q, k, v)
     width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
@@ -147,6 +169,72 @@ def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tu
     gradients = _fused_backward(_kind(*wider[1:3], scores.bias), scores, *wider)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
     return dq, dk, dv
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Return whether the sum of x is finite, hence every number; True on accelerators, whose answer is not awaited."""
+    return x.device.type != "cpu" or math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
+
+
+def _forward_of_finite(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `forward` with zeros for what is not finite, and write NaN in the rows that such a number belongs to."""
+    bad_q, bad_k, bad_v = _bad_rows(q), _bad_rows(k), ~v.isfinite()
+    tensors = q.masked_fill(bad_q, 0.0), k.masked_fill(bad_k, 0.0), v.masked_fill(bad_v, 0.0)
+    out, lse = _forward(scores, *tensors)
+    if not _is_finite(out):  # the score of a hidden key overflows: these products replace it, the operators add -inf
+        out, lse = _plain_forward(scores, *tensors)
+    bad = bad_q | _sees(scores, q, bad_k.expand_as(k))
+    lse.masked_fill_(bad[..., 0], torch.nan)
+    out.masked_fill_(bad | _sees(scores, q, bad_v), torch.nan)
+    return out, lse
+
+
+def _backward_of_finite(
+    scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `backward` with zeros for what is not finite, and write NaN in the sums that such a number belongs to."""
+    bad_keys = _bad_rows(k) | _bad_rows(v)
+    bad_p = _bad_rows(q) | _bad_rows(merged.lse.unsqueeze(-1))
+    bad = bad_p | _bad_rows(merged.dout) | _bad_rows(merged.out) | _sees(scores, q, bad_keys.expand_as(k))
+    if merged.dlse is not None:
+        bad = bad | _bad_rows(merged.dlse.unsqueeze(-1))
+    part = merged.views(lambda x: x.masked_fill(bad if x.dim() == 4 else bad[..., 0], 0.0))
+    tensors = q.masked_fill(bad, 0.0), k.masked_fill(bad_keys, 0.0), v.masked_fill(bad_keys, 0.0)
+    gradients = _backward(scores, part, *tensors)
+    if not all(map(_is_finite, gradients)):
+        gradients = _plain_backward(scores, part, *tensors)
+    dq, dk, dv = gradients
+    of_values = bad_p | ~merged.dout.isfinite()
+    dq.masked_fill_(bad, torch.nan)
+    dk.masked_fill_(_seen(scores, bad.expand_as(q), k), torch.nan)
+    dv.masked_fill_(_seen(scores, of_values, k), torch.nan)
+    return dq, dk, dv
+
+
+def _bad_rows(x: Tensor) -> Tensor:
+    return ~x.isfinite().all(-1, keepdim=True)
+
+
+def _sees(scores: Scores, q: Tensor, marked: Tensor) -> Tensor:
+    """Return whether a query sees a marked key, per column of `marked`, (batch, heads, keys, head_dim): whether the
+    mean of the marks that it sees is positive."""
+    marks = marked.to(q.dtype)
+    means, _ = _forward(_equal(scores), torch.zeros_like(q), torch.zeros_like(marks), marks)
+    return means > 0
+
+
+def _seen(scores: Scores, marked: Tensor, k: Tensor) -> Tensor:
+    """Return whether a marked query sees a key, per column of `marked`, (batch, heads, queries, head_dim): whether the
+    sum of the marks of the queries that see it, its dv for weights of 1, is positive."""
+    marks = marked.to(k.dtype)
+    nothing, keys = torch.zeros_like(marks), torch.zeros_like(k)
+    lse = torch.zeros_like(marks[..., 0], dtype=torch.promote_types(k.dtype, torch.float32))
+    return _backward(_equal(scores), Merged(marks, None, nothing, lse), nothing, keys, keys)[2] > 0
+
+
+def _equal(scores: Scores) -> Scores:
+    """Return settings with which every key that is not hidden has the same score."""
+    return scores._replace(pairs=None, softcap=0.0)
 
 
 def append_column(merged: Merged, q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Merged, Tensor, Tensor, Tensor]:
@@ -300,7 +388,7 @@ def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, T
         slope = 1 - s.square()
         s = s * scores.softcap
     if scores.bias is not None:
-        s = s + scores.bias
+        s = s.masked_fill(scores.bias != 0, -torch.inf)
     if scores.is_causal:
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1 + first)
         s = s.masked_fill(future, -torch.inf)
