@@ -122,6 +122,32 @@ def test_survivors_of_a_lost_rank_say_so_in_time(fault: str, phase: str) -> None
             assert str(CULPRIT) in named or "does not answer" in message, (transport, rank, message)
 
 
+def hear(transport: str):
+    """One rank's exchange fails in the forward, as a neighbour's death makes it; it stays, and sends nothing more."""
+    attend(transport)
+    dist.barrier()
+
+    def fail(*_):
+        raise RuntimeError("a neighbour is lost")
+
+    if dist.get_rank() == CULPRIT:
+        Link.exchange = Link.gather = fail
+    answer = report("a failure", transport)
+    if dist.get_rank() == CULPRIT:
+        time.sleep(20)  # its end would tell the others
+    return answer
+
+
+def test_a_rank_hears_of_a_failure_from_the_one_that_has_seen_it() -> None:
+    worlds = {t: processes.World(SIZE, hear, t, timeout=60) for t in ("exchange", "all_gather")}
+    for transport, world in worlds.items():
+        outcomes = world.outcomes(15, SURVIVORS)
+        for rank in SURVIVORS:
+            kind, answer = outcomes[rank]
+            assert kind == "result", (transport, rank, kind)
+            assert "another rank reports that its exchange failed" in answer[0], (transport, rank, answer)
+
+
 def suffer_again():
     """Every rank reports a failure; then a group of the same name and store, as torchrun starts one again, suffers."""
     attend("ring")

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
+from datetime import timedelta
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -34,6 +35,8 @@ from dilated_attention.torch_internals import autograd_position, rendezvous_stor
 
 _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
+_FAILED = "failed"
+"""The key in the store that a rank writes when its exchange has failed."""
 _MOST_AGREED = 2**12
 """The most call descriptions that a link keeps. The oldest is dropped first, at the same call on every rank, and
 compared again when it comes back."""
@@ -125,7 +128,7 @@ class Transfer:
         begin = time.perf_counter()
         with self.link.guard(self.what):
             for work in self.works:
-                work.wait()
+                self.link.wait(work, collective=self.seal[1] % 2 == 0)
         self.link.traffic.waited += time.perf_counter() - begin
         self.link.received(self)
         return self.buffer
@@ -380,6 +383,21 @@ class Link:
     def post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
         return dist.batch_isend_irecv(operations)
 
+    def wait(self, work: dist.Work, collective: bool) -> None:
+        """Wait for an operation; raise an error if another rank reports a failure, since it will send nothing more.
+
+        A point-to-point operation of gloo can be waited for only once, so its report comes with the group's timeout.
+        """
+        while collective and dist.get_backend(self.group) == "gloo" and not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=_ROLL_CALL_SECONDS))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if presence.within(_ROLL_CALL_SECONDS, lambda: self._store().check([_FAILED])):
+                    raise RuntimeError("another rank reports that its exchange failed") from None
+        work.wait()
+
     def received(self, transfer: Transfer) -> None:
         """Check the seals of received messages before any row is used; raise an error if one is wrong."""
         expected = torch.tensor(transfer.seal, device=transfer.buffer.device)
@@ -442,6 +460,7 @@ class Link:
         do; and the reasons of those that refused this call, or else which ranks do not report it."""
         store, ranks = self._store(), [str(j) for j in range(self.size)]
         store.set(str(self.rank), self.description)
+        store.set(_FAILED, "")
         silent = presence.missing(store, ranks, _ROLL_CALL_SECONDS)
         reporting = [j for j in range(self.size) if j not in silent]
         texts = [text.decode() for text in store.multi_get([ranks[j] for j in reporting])]
