@@ -123,6 +123,27 @@ def test_equals_eager(family):
             _assert_close(*(x[mask.bool()] for x in outputs[:3]))
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's exporters
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_onnx(dynamo, tmp_path):
+    """An export ends with words of ours, and after `set_attn_implementation("sdpa")` the file computes the same."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, tokens, mask = build("modernbert", NAME).eval(), _tokens(), _masks()[1]
+    expected = model(tokens, mask).last_hidden_state
+    model.config.return_dict = False
+    file = tmp_path / "model.onnx"
+    with pytest.raises(Exception, match="set_attn_implementation") as error:
+        torch.onnx.export(model, (tokens, mask), file, dynamo=dynamo)
+    assert isinstance(error.value if not dynamo else error.value.__cause__, UnsupportedError)
+    model.set_attn_implementation("sdpa")
+    torch.onnx.export(model, (tokens, mask), file, dynamo=dynamo)
+    session = runtime.InferenceSession(file)
+    names = [x.name for x in session.get_inputs()]
+    found, *_ = session.run(None, {names[0]: tokens.numpy(), names[1]: mask.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found)[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_equals_eager_on_other_inputs(family):
     outputs, gradients, state = [], [], None

@@ -465,22 +465,62 @@ def _(told):
         same(call(*folded, lengths.flatten()), oracle(*folded, lengths=[16, 11, 5]))
 
 
-@remedy("use torch.export instead, with backend='reference' for ONNX")
+class Exported(nn.Module):
+    def __init__(self, backend: str = "auto") -> None:
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, PATTERN, backend=self.backend)
+
+
+@remedy("use torch.export instead. For ONNX, call")
 def _(told):
-    class Module(nn.Module):
-        def __init__(self, backend: str = "auto") -> None:
-            super().__init__()
-            self.backend = backend
-
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, PATTERN, backend=self.backend)
-
-    q, k, v = tensors()
+    inputs = tensors()
     with told():
-        torch.jit.trace(Module(), (q, k, v))
+        torch.jit.trace(Exported(), inputs)
     for backend in ("auto", "reference"):
-        exported = torch.export.export(Module(backend), (q, k, v))
-        same(exported.module()(q, k, v), oracle(q, k, v))
+        exported = torch.export.export(Exported(backend), inputs)
+        same(exported.module()(*inputs), oracle(*inputs))
+
+
+@remedy("ONNX has no operator for this attention. Before the export, call {}pass backend='reference'")
+def _(told, monkeypatch):
+    """`test_own_attention.py::test_onnx` runs exported files; this one needs no packages."""
+    from transformers_families import build
+
+    inputs, tokens = tensors(), _tokens(40)
+    recorded = torch.export.export(Exported(), inputs)
+    model = build("modernbert", huggingface.NAME).eval()
+    batch = tokens, torch.ones_like(tokens)
+    expected = model(*batch).last_hidden_state
+
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with told():
+        torch.export.export(Exported(), inputs)
+    with told():
+        recorded.run_decompositions()
+    with told():
+        torch.export.export(model, batch)
+    exported = torch.export.export(Exported("reference"), inputs)
+    same(exported.module()(*inputs), oracle(*inputs))
+    model.set_attn_implementation("sdpa")
+    exported = torch.export.export(model, batch)
+    same(exported.module()(*batch).last_hidden_state, expected)
+
+
+@remedy("ONNX has no operator that chooses blocks; use torch.export instead")
+def _(told, monkeypatch):
+    class Choosing(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, routing.topk_blocks(q, k, density=0.5, block_size=4))
+
+    inputs = tensors()
+    exported = torch.export.export(Choosing(), inputs)
+    same(exported.module()(*inputs), Choosing()(*inputs))
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with told():
+        torch.export.export(Choosing(), inputs)
 
 
 @remedy("got a DTensor. Give {}.to_local(), this rank's shard, and mesh=", ON_TWO_RANKS)

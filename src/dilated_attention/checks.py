@@ -29,7 +29,9 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
     dense(q, k, v)
     if torch.jit.is_tracing():  # sizes are tensors there
         raise UnsupportedError(
-            "torch.jit.trace cannot record this call; use torch.export instead, with backend='reference' for ONNX"
+            "torch.jit.trace cannot record this call; use torch.export instead. For ONNX, call "
+            "model.set_attn_implementation('sdpa') on a transformers model that computes its own attention; otherwise "
+            "pass backend='reference' and export with dynamo=True"
         )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(

@@ -178,6 +178,12 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 @torch.library.register_fake("dilated_attention::forward")
 def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
+    if torch.onnx.is_in_onnx_export():
+        raise UnsupportedError(
+            "ONNX has no operator for this attention. Before the export, call "
+            "model.set_attn_implementation('sdpa') on a transformers model that computes its own attention; otherwise "
+            "pass backend='reference'"
+        )
     results = [*running(q, covered=True)]
     numbers, _, _, _, words = packed[:5]
     if not _of_mesh(words):

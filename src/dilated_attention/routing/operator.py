@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import BlockGrid
 from dilated_attention.routing.grid import candidates
@@ -107,6 +108,8 @@ def _(
     q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None, seq_len: int,
     name: str, options: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if torch.onnx.is_in_onnx_export():
+        raise UnsupportedError("ONNX has no operator that chooses blocks; use torch.export instead")
     given = json.loads(options)
     rows = BlockGrid.of(seq_len, given["block_size"], given["is_causal"]).rows
     lists = (k if given.get("per_kv_head") else q).shape[2]
