@@ -33,6 +33,7 @@ from dilated_attention_lab.bench.suites import (
     own_attention,
     quality,
     selected,
+    serving,
     strategies,
     windows,
 )
@@ -62,6 +63,7 @@ SUITES = {
     "selected": selected,
     "huggingface": minilm,
     "transformers": own_attention,
+    "serving": serving,
     "model": model,
     "cpu": cpu,
     "quality": quality,

@@ -150,6 +150,9 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words.append(source)
     if (before := parameters.get("before")) is not None:
         words += [f"{before:,} keys before", f"head_dim {parameters['head_dim']}", parameters["dtype"]]
+    if texts := parameters.get("texts"):
+        padded = ", padded" if parameters["padded"] else ""
+        words += [f"{texts} texts{padded}", parameters["dtype"]]
     if parameters.get("is_causal"):
         words.append("causal")
     if (seed := parameters.get("seed")) is not None:

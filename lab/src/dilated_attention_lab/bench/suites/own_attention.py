@@ -98,7 +98,7 @@ def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Co
     """Return a contender that runs the model in one phase: `forward`, without gradients, or `forward+backward`."""
 
     def work() -> Iterator[str]:
-        _choose(model, implementation)
+        choose(model, implementation)
         with torch.set_grad_enabled(backward):
             states = model(input_ids=tokens, use_cache=False).last_hidden_state
         if backward:
@@ -109,7 +109,7 @@ def _call(model: Any, implementation: str, tokens: Tensor, backward: bool) -> Co
     return work
 
 
-def _choose(model: Any, implementation: str) -> None:
+def choose(model: Any, implementation: str) -> None:
     """Let the model's next calls compute their attention with this implementation of transformers, or with ours."""
     from dilated_attention.integrations.huggingface import register
 
@@ -199,7 +199,7 @@ def _gemma_tokens(device: torch.device, seq_len: int) -> Step:
 
             def read() -> None:
                 nonlocal following
-                _choose(model, name)
+                choose(model, name)
                 with torch.no_grad():
                     following = model(following, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
 
@@ -244,7 +244,7 @@ class _Prompt:
 
         def work() -> Iterator[str]:
             self.states = torch.empty(0)
-            _choose(model, implementation)
+            choose(model, implementation)
             self.bytes = measure.peak_above_now(forward, tokens.device)
             yield "forward"
 
