@@ -316,7 +316,7 @@ def test_demo(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(demo, name, value)
     assert exit_code(["demo", "--out", tmp_path, "--tokens", 512, "--seconds", 0.1]) == 0
     printed = capsys.readouterr().out
-    for word in ("recall, dilated", "recall, window", "dense attention", "table of order 3", "0 s of training"):
+    for word in ("recall, dilated", "recall, window", "dense attention", "0 s of training"):
         assert word in printed
     (row,) = (json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines())
     assert row["lessons"] == {"128": 1, "512": 1}
@@ -341,24 +341,21 @@ def test_the_demo_says_what_its_figures_justify_and_nothing_else():
         step_seconds={"dilated": 1.0, "dense": 10.0},
         text_bytes=3_000_000,
         text_seconds=90.0,
-        table_bits=2.2,
         bits={256: 2.0, 8192: 1.9},
     )
     said = demo.sentences(good)
-    assert len(said) == 5
+    assert len(said) == 4
     assert said[0] == "Trained on at most 2,048 tokens, dilated attention answers about a fact anywhere in 32,768."
     assert "takes 0.10 of the time of dense attention" in said[2]
-    assert "14% fewer bits than a table of order 3" in said[3]
-    assert "5.0% fewer bits than with the last 256 bytes" in said[4]
+    assert "5.0% fewer bits than with the last 256 bytes" in said[3]
     bad = {
         "far": {"dilated": 0.9, "window": 0.2},
         "step_seconds": {"dilated": 1.0, "dense": 0.5},
-        "table_bits": 1.8,
         "bits": {256: 1.9, 8192: 1.9},
     }
     for number, (name, value) in enumerate(bad.items()):
         left = demo.sentences(dataclasses.replace(good, **{name: value}))
-        assert len(left) == 4 - (number == 0), name
+        assert len(left) == 3 - (number == 0), name
     assert demo.sentences(dataclasses.replace(good, **bad)) == ["These figures show no advantage."]
 
 

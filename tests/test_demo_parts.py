@@ -1,16 +1,15 @@
-"""The parts of the demo: the task of recall and its window, n-gram tables and embeddings, cut contexts."""
+"""The parts of the demo: the task of recall and its window, the byte model, cut contexts."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
 
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention_lab.training import demo, recall
-from dilated_attention_lab.training.ngrams import NgramLM, NgramTable
+from dilated_attention_lab.training.byte_model import ByteLM
 
 
 def test_a_question_has_one_fact_at_the_distance_asked_for():
@@ -55,33 +54,8 @@ def test_learning_takes_the_steps_it_is_given():
     assert len(list(soon)) == 1
 
 
-def test_table_against_its_definition():
-    texts = [torch.tensor(list(b"abracadabra, abraham")), torch.tensor(list(b"cad"))]
-    order = 2
-
-    def chance(before: bytes, byte: int, n: int) -> float:
-        if n < 0:
-            return 1 / 256
-        context = before[len(before) - n :]
-        seen = Counter(
-            bytes(text.tolist())[i + n]
-            for text in texts
-            for i in range(len(text) - n)
-            if bytes(text.tolist())[i : i + n] == context
-        )
-        lower = chance(before, byte, n - 1)
-        return (seen[byte] + len(seen) * lower) / (seen.total() + len(seen)) if seen else lower
-
-    held_out = b"a cab, xbra"
-    expected = [-math.log2(chance(held_out[:i], held_out[i], min(i, order))) for i in range(3, len(held_out))]
-    found = NgramTable(texts, order).bits_per_byte(torch.tensor(list(held_out)), 3)
-    assert found == pytest.approx(sum(expected) / len(expected), rel=1e-12)
-    with pytest.raises(ValueError, match="order must lie in"):
-        NgramTable(texts, 7)
-
-
 def test_embeddings_of_ngrams_see_the_bytes_that_end_there_and_no_others():
-    model = NgramLM(LongNetConfig(embed_dim=16, num_layers=1, num_heads=2), sizes=(2, 3), rows=1 << 12)
+    model = ByteLM(LongNetConfig(embed_dim=16, num_layers=1, num_heads=2), sizes=(2, 3), rows=1 << 12)
     tokens = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(0))
     other = tokens.clone()
     other[0, 10] = (other[0, 10] + 1) % 256
@@ -93,7 +67,7 @@ def test_embeddings_of_ngrams_see_the_bytes_that_end_there_and_no_others():
 def test_the_first_layer_begins_by_looking_at_what_followed_the_same_bytes():
     torch.manual_seed(0)
     config = LongNetConfig(embed_dim=128, num_layers=1, num_heads=2, pattern=None, positions=None)
-    model = NgramLM(config, rows=1 << 12, sharpness=30.0)
+    model = ByteLM(config, rows=1 << 12, sharpness=30.0)
     text = torch.randint(256, (1, 100))
     text[0, 80:84] = text[0, 20:24]
     block = model.blocks[0]

@@ -142,20 +142,15 @@ def save_recall_and_context(
     accuracy: Mapping[str, Mapping[int, float]],
     questions: int,
     bits: Mapping[int, float],
-    table_bits: float,
 ) -> None:
     """Draw recall by distance, and bits per byte by context.
 
     Args:
         accuracy: share of right answers by model and distance in tokens, each over `questions` questions.
         bits: bits per byte of the byte model, by bytes of context.
-        table_bits: bits per byte of the table of trigrams, which is drawn as a line.
     """
     recall = [Series(name, [*found], [*found.values()], name == "dilated") for name, found in accuracy.items()]
-    context = [
-        Series("byte model", [*bits], [*bits.values()]),
-        Series("table of trigrams", [min(bits), max(bits)], [table_bits] * 2, False),
-    ]
+    context = [Series("byte model", [*bits], [*bits.values()])]
     words = {"xlabel": "distance of the fact, tokens", "ylabel": f"right answers, of {questions} questions each"}
     panels = [
         Panel("lines", recall, {"xscale": "log", "ylim": (-0.03, 1.03), **words}),

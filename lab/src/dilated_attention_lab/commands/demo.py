@@ -15,8 +15,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "A small model learns to recall a fact from anywhere in --tokens tokens; the same model with a "
         "local window, and the cost of dense attention, are shown beside it. A byte model of the Python standard "
-        "library's sources is compared with a table of order 3 and with itself given less context. At most 5 minutes "
-        "on 2 CPU cores."
+        "library's sources is compared with itself given less context. At most 5 minutes on 2 CPU cores."
     )
     option(parser, "out", Path, "folder for figures and pictures", Path("runs/demo"))
     option(parser, "tokens", positive, "length of the sequence to recall a fact from", 32768)

@@ -23,15 +23,15 @@ from dilated_attention_lab.environment import environment
 from dilated_attention_lab.pictures import save_recall_and_context
 from dilated_attention_lab.terminal import progress
 from dilated_attention_lab.training import recall
-from dilated_attention_lab.training.ngrams import NgramLM, NgramTable, learn
+from dilated_attention_lab.training.byte_model import ByteLM, learn
 from dilated_attention_lab.training.text import Split, read_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-CONTEXT, NEAR, ORDER = 8192, 256, 3
-"""Bytes of context for the byte model, the shorter context to compare it with, and the order of the table to beat."""
+CONTEXT, NEAR = 8192, 256
+"""Bytes of context for the byte model, and the shorter context to compare it with."""
 TEXT = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, pattern=Dilated((2048, CONTEXT), (1, 4)), positions=None)
 CONTEXTS = (16, 64, NEAR, 1024)
 SCORED = CONTEXT // 8
@@ -51,7 +51,7 @@ class Demo:
         by_distance: share of right answers by model and distance.
         lessons: optimizer steps by sequence length, the same for both models.
         step_seconds: seconds of a forward and backward over one sequence of `tokens`, by attention.
-        text_bytes: bytes read in training; table_bits: bits per held-out byte of a table counted from the same bytes.
+        text_bytes: bytes read in training.
         bits: bits per held-out byte, by the bytes of context that the model may use.
     """
 
@@ -66,7 +66,6 @@ class Demo:
     step_seconds: Mapping[str, float]
     text_bytes: int
     text_seconds: float
-    table_bits: float
     bits: Mapping[int, float]
 
 
@@ -89,7 +88,7 @@ def demo(out: Path, console: Console, *, tokens: int, seconds: float, seed: int,
     row |= {"seconds": time.perf_counter() - begin, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     storage.write_text(out / "figures.jsonl", json.dumps(row) + "\n")
     lines = {**found.by_distance, "chance": dict.fromkeys(found.by_distance["dilated"], recall.CHANCE)}
-    save_recall_and_context(out / "demo.png", lines, QUESTIONS, found.bits, found.table_bits)
+    save_recall_and_context(out / "demo.png", lines, QUESTIONS, found.bits)
     console.print(_table(found))
     console.print("\n".join(sentences(found)))
     console.print(f"{row['seconds']:.0f} s in all; saved in {out}: figures.jsonl, demo.png", soft_wrap=True)
@@ -170,23 +169,20 @@ def _step_seconds(console: Console, dilated: LongNetLM, tokens: int, device: tor
 
 def _text(console: Console, split: Split, seconds: float, seed: int, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = NgramLM(TEXT).to(device)
+    model = ByteLM(TEXT).to(device)
     read, spent = train(console, model, split, seconds, seed)
     held_out = split.sample_held_out(HELD_OUT)
-    with progress(console, "held-out text", len(CONTEXTS) + 2) as advance:
-        table = NgramTable(read, ORDER)
-        table_bits = statistics.fmean(table.bits_per_byte(window, CONTEXT - SCORED + 1) for window in held_out)
-        advance(1, f"table of order {ORDER}")
+    with progress(console, "held-out text", len(CONTEXTS) + 1) as advance:
         bits = {}
         for context in (*CONTEXTS, CONTEXT):
             bits[context] = bits_per_byte(model, held_out.to(device), context)
             advance(1, f"{context:,} bytes of context")
-    return {"text_bytes": sum(len(x) for x in read), "text_seconds": spent, "table_bits": table_bits, "bits": bits}
+    return {"text_bytes": read, "text_seconds": spent, "bits": bits}
 
 
-def train(console: Console, model: NgramLM, split: Split, seconds: float, seed: int) -> tuple[list[Tensor], float]:
-    """Train for about `seconds`. Returns the bytes that were read, and the seconds that it took."""
-    generator, read = torch.Generator().manual_seed(seed), []
+def train(console: Console, model: ByteLM, split: Split, seconds: float, seed: int) -> tuple[int, float]:
+    """Train for about `seconds`. Returns the number of bytes that were read, and the seconds that it took."""
+    generator, read = torch.Generator().manual_seed(seed), 0
     begin = time.perf_counter()
 
     def spent() -> float:
@@ -195,7 +191,7 @@ def train(console: Console, model: NgramLM, split: Split, seconds: float, seed: 
     with progress(console, "text", seconds) as advance:
         shown = 0.0
         for windows, loss in learn(model, split, generator, lambda _: spent() / seconds if seconds else 1.0):
-            read += list(windows.to(torch.uint8))
+            read += windows.numel()
             now = spent()
             advance(now - shown, f"{loss / math.log(2):.2f} bits per byte")
             shown = now
@@ -229,12 +225,10 @@ def _table(found: Demo) -> Table:
     seconds, bits, reach = found.step_seconds, found.bits, found.window_reach
     window = f"window of {found.window} tokens, {found.window_cost:.2f} times the score entries"
     chance = f"{recall.CHANCE:.1%}"
-    size = f"table of order {ORDER}, counted from the same {found.text_bytes / 1e6:.1f} MB"
     for name, ours, other, what in (
         (f"right answers, fact at most {reach:,} tokens away", *_shares(found.near), window),
         (f"right answers, fact farther away in {found.tokens:,}", *_shares(found.far), f"{window}; chance {chance}"),
         (f"training step, {found.tokens:,} tokens", *(f"{x:.2f} s" for x in seconds.values()), "dense attention"),
-        ("bits per held-out byte", f"{bits[CONTEXT]:.3f}", f"{found.table_bits:.3f}", size),
         ("bits per held-out byte", f"{bits[CONTEXT]:.3f}", f"{bits[NEAR]:.3f}", f"its context cut to {NEAR} bytes"),
     ):
         table.add_row(name, ours, other, what)
@@ -261,11 +255,9 @@ def sentences(found: Demo) -> list[str]:
     if ratio < 1:
         said.append(f"A training step over {found.tokens:,} tokens takes {ratio:.2f} of the time of dense attention.")
     bits, near = found.bits[CONTEXT], found.bits[NEAR]
-    if bits < found.table_bits:
-        said.append(
-            f"The byte model needs {1 - bits / found.table_bits:.0%} fewer bits than a table of order {ORDER} "
-            "counted from the same bytes."
-        )
     if bits < near:
-        said.append(f"With all its context it needs {1 - bits / near:.1%} fewer bits than with the last {NEAR} bytes.")
+        said.append(
+            f"With all its context the byte model needs {1 - bits / near:.1%} fewer bits than with the last "
+            f"{NEAR} bytes."
+        )
     return said or ["These figures show no advantage."]

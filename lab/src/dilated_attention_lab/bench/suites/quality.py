@@ -21,13 +21,12 @@ from dilated_attention.models import BlockMixture, LongNetConfig, NativeSparse
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step
 from dilated_attention_lab.training import recall
-from dilated_attention_lab.training.ngrams import NgramLM, NgramTable, learn
+from dilated_attention_lab.training.byte_model import ByteLM, learn
 from dilated_attention_lab.training.text import Split, read_text
 
 IN_STEPS = ("dilated", "dense", "window")
 IN_TIME = ("dilated", "dense", "window and dilated", "native sparse attention", "mixture of blocks")
 EQUAL_STEPS, EQUAL_TIME = "equal steps", "equal time"
-ORDERS = (2, 3, 4)
 RATES = (1, 1, 4)
 
 
@@ -166,29 +165,21 @@ def _distances(reach: int, length: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _model(attention: str, text: Text, seed: int, device: torch.device) -> NgramLM:
+def _model(attention: str, text: Text, seed: int, device: torch.device) -> ByteLM:
     torch.manual_seed(seed)
     config = LongNetConfig(embed_dim=64, num_layers=2, num_heads=4, positions=None, **text.options(attention))
-    return NgramLM(config).to(device)
+    return ByteLM(config).to(device)
 
 
 def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) -> Iterator[Row]:
-    """Train every attention on the same bytes for the same number of steps; count n-gram tables from these bytes.
-
-    All are measured on `held_out` windows.
-    """
+    """Train every attention on the same bytes for the same number of steps, and measure it on `held_out` windows."""
     windows = _sources(text.context).sample_held_out(held_out).to(device)
     case = {**text.parameters(seed), "window": text.window, "steps": text.steps}
     bits: dict[str, float] = {}
     for attention in IN_STEPS:
         model = _model(attention, text, seed, device)
-        trained = _train(model, text.context, seed, lambda done: done / text.steps)
-        read = [piece for pieces in trained for piece in pieces]
+        _train(model, text.context, seed, lambda done: done / text.steps)
         bits[attention] = yield from _held_out(f"{attention}, {EQUAL_STEPS}", model, windows, case)
-    for order in ORDERS:
-        table = NgramTable(read, order)
-        floor = statistics.fmean(table.bits_per_byte(window, 1) for window in windows.cpu())
-        yield Row(f"text, table of order {order}: held-out text", case, floor, "bits per byte")
     yield Row(f"text: dilated over dense, {EQUAL_STEPS}", case, bits["dilated"] / bits["dense"], "x", bar=1.02)
 
 
@@ -204,22 +195,22 @@ def _equal_time(text: Text, seed: int, *, held_out: int, device: torch.device) -
         case = {**text.parameters(seed), "seconds": text.seconds, "attention": repr(shown)}
         model = _model(attention, text, seed, device)
         steps = _train(model, text.context, seed, _clock(text.seconds))
-        yield Row(f"text, {attention}, {EQUAL_TIME}: steps", case, float(len(steps)), "")
+        yield Row(f"text, {attention}, {EQUAL_TIME}: steps", case, float(steps), "")
         bits[attention] = yield from _held_out(f"{attention}, {EQUAL_TIME}", model, windows, case)
     case = {**text.parameters(seed), "seconds": text.seconds}
     yield Row(f"text: dilated over dense, {EQUAL_TIME}", case, bits["dilated"] / bits["dense"], "x", bar=0.95)
 
 
-def _train(model: NgramLM, context: int, seed: int, progress: Callable[[int], float]) -> list[Tensor]:
-    """Train a model, and return the bytes that each step read. The seed gives their order.
+def _train(model: ByteLM, context: int, seed: int, progress: Callable[[int], float]) -> int:
+    """Train a model, and return the number of steps. The seed gives the order of the bytes that they read.
 
     `progress` maps the number of steps to the fraction of the training done.
     """
     generator = torch.Generator().manual_seed(seed)
-    return [pieces.to(torch.uint8) for pieces, _ in learn(model, _sources(context), generator, progress)]
+    return sum(1 for _ in learn(model, _sources(context), generator, progress))
 
 
-def _held_out(run: str, model: NgramLM, windows: Tensor, case: Mapping[str, Any]) -> Generator[Row, None, float]:
+def _held_out(run: str, model: ByteLM, windows: Tensor, case: Mapping[str, Any]) -> Generator[Row, None, float]:
     """Yield the bits per byte of held-out text, overall and by position; return the overall value.
 
     run: what was trained, for the rows' names. case: the rows' parameters.
@@ -239,7 +230,7 @@ def _clock(seconds: float) -> Callable[[int], float]:
 
 
 @torch.no_grad()
-def by_position(model: NgramLM, windows: Tensor) -> dict[int, float]:
+def by_position(model: ByteLM, windows: Tensor) -> dict[int, float]:
     """Return the mean bits per byte of each eighth of the windows, by the position where the eighth begins."""
     losses = [
         F.cross_entropy(model(window[None, :-1].long())[0], window[1:].long(), reduction="none") for window in windows

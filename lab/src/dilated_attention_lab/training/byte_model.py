@@ -1,11 +1,9 @@
-"""Provide n-grams of bytes: a table of counts for a language model to beat, and a model with n-gram embeddings."""
+"""Provide a language model of bytes that learns real text in minutes, and its training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -14,65 +12,11 @@ from torch import Tensor, nn
 from dilated_attention.models import LongNetConfig, LongNetLM
 from dilated_attention_lab.training.text import Split
 
-Numbers = npt.NDArray[np.int64]
 SHORT = 512
 """Bytes of a short piece of text."""
-MOST_ORDER = 6
-"""Six bytes of context and the next one fit into 63 bits."""
 
 
-class NgramTable:
-    """Estimate P(byte | the `order` bytes before), interpolated down to order 0 and to 1 / 256 (Witten and Bell 1991):
-
-    P_n = (count + kinds P_(n-1)) / (total + kinds), where `total` bytes were seen after this context, `count` times
-    this byte and `kinds` different ones.
-
-    Args:
-        texts: the bytes to count, in stretches; no n-gram crosses from one to the next.
-    """
-
-    def __init__(self, texts: Sequence[Tensor], order: int) -> None:
-        if not 0 <= order <= MOST_ORDER:
-            raise ValueError(f"order must lie in [0, {MOST_ORDER}]; got {order}")
-        arrays = [text.numpy().astype(np.int64) for text in texts]
-        self._orders = [_count(np.concatenate([_grams(text, n) for text in arrays])) for n in range(order + 1)]
-
-    def bits_per_byte(self, text: Int[Tensor, " bytes"], skip: int) -> float:
-        """Return the mean -log2 P over the bytes after the first `skip`."""
-        whole = text.numpy().astype(np.int64)
-        chance = np.full(len(whole), 1 / 256)
-        for order, (known, counts, contexts, *of_contexts) in enumerate(self._orders):
-            grams = _grams(whole, order)
-            seen = _looked_up(known, counts, grams)
-            total, kinds = (_looked_up(contexts, x, grams >> 8) for x in of_contexts)
-            lower = chance[order:]
-            chance[order:] = np.where(total, (seen + kinds * lower) / np.maximum(total + kinds, 1), lower)
-        return float(-np.log2(chance[skip:]).mean())
-
-
-def _grams(text: Numbers, order: int) -> Numbers:
-    """Return, for each byte except the first `order`, that byte and the `order` bytes before it, as one integer."""
-    grams: Numbers = np.zeros(max(len(text) - order, 0), dtype=np.int64)
-    for i in range(order + 1):
-        grams = grams << 8 | text[i : i + len(grams)]
-    return grams
-
-
-def _count(grams: Numbers) -> tuple[Numbers, ...]:
-    """Return the different n-grams, sorted, and how often each was seen; their contexts, the bytes before the last,
-    sorted, how often each was seen, and how many different bytes followed it."""
-    unique, seen = np.unique(grams, return_counts=True)
-    contexts, first, kinds = np.unique(unique >> 8, return_index=True, return_counts=True)
-    return unique, seen, contexts, np.add.reduceat(seen, first), kinds
-
-
-def _looked_up(keys: Numbers, values: Numbers, wanted: Numbers) -> Numbers:
-    """Return the value of each wanted key, or 0 if `keys`, which are sorted, do not contain it."""
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], 0)
-
-
-class NgramLM(LongNetLM):
+class ByteLM(LongNetLM):
     """Give a byte-level `LongNetLM` embeddings of the n-grams at each byte, which a small model then need not compute.
 
     Hashed embeddings of n-grams (Pagnoni et al. 2024, arXiv:2412.09871, section 3.2) are added to a byte's embedding:
@@ -124,7 +68,7 @@ def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tenso
 
 
 def learn(
-    model: NgramLM, split: Split, generator: torch.Generator, progress: Callable[[int], float]
+    model: ByteLM, split: Split, generator: torch.Generator, progress: Callable[[int], float]
 ) -> Iterator[tuple[Int[Tensor, "count bytes"], float]]:
     """Train, and yield the bytes that each step read and its loss in nats per byte.
 
