@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
 from conformance import Conformance, excesses
-from dilated_attention import Dilated, attention, dilated_attention, explain
+from dilated_attention import (
+    BlockLayout,
+    Dilated,
+    Window,
+    attention,
+    dilated_attention,
+    explain,
+    patterns,
+    plan_cache,
+)
 from dilated_attention.backends.reference import batch_counts, count_matrix
 
 
@@ -101,6 +111,7 @@ class TestGroupedQueries(DilatedConformance):
     is_causal = True
 
 
+@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 class TestMultiQuery(DilatedConformance):
     kv_heads = 1
     pattern = Dilated((8, 32), (2, 3))
@@ -228,3 +239,69 @@ def test_residues_that_no_head_serves_are_counted_and_explained():
         explain(q, q, q, Dilated((16, 64), (1, 8)), backend="native")
     )
     assert "no head serves" not in str(explain(q, q, q, Dilated((16, 64), (1, 4)), backend="native"))
+
+
+def near(tokens: int) -> BlockLayout:
+    return BlockLayout.local(tokens, window=2, block_size=1)
+
+
+def warned(call) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("pattern", "heads"), [
+    (Dilated([64], [16]), 8), (Dilated([64], [16]), 4), (Dilated([64, 17], [16, 17]), 8),
+    (Dilated([64], [16]) * near, 8),
+    (Dilated([64], [16], compat="torchscale"), 8), (Dilated([64], [16]) + Dilated([32], [16]), 8),
+    (Dilated([64, 128], [9, 9], [[0, 1, 2, 3], [3, 4, 5, 0]]), 4),
+])  # fmt: skip
+def test_warns_once_of_tokens_that_no_head_serves(pattern, heads, monkeypatch):
+    """Whether the call is remembered or, for its mask, checked every time."""
+    monkeypatch.setattr(patterns, "_told", {(pattern, heads + 1)})
+    plan_cache.clear()
+    q, mask = torch.randn(1, 250, heads, 4), torch.zeros(1, 250, dtype=torch.bool)
+    (message,) = warned(lambda: attention(q, q, q, pattern, key_padding_mask=mask))
+    assert not warned(lambda: attention(q, q, q, pattern, key_padding_mask=mask))
+    assert not warned(lambda: attention(q, q, q, pattern))
+    empty = int((attention(q, q, q, pattern) == 0).all(-1).all(-1).sum())
+    assert message.startswith(f"{empty} of 250 tokens take part in no branch for any of {heads} KV heads; their output")
+    assert "residues that no head serves: " in message
+    assert "dilation rate 1" in message
+    patterns._told.clear()
+    plan_cache.clear()
+    assert len(warned(lambda: [attention(q, q, q, pattern) for _ in range(3)])) == 1
+
+
+def test_does_not_warn_where_each_token_has_a_head(monkeypatch):
+    """Or where the heads of other ranks, or a layout that is added, may serve the others; nor does `explain` warn."""
+    monkeypatch.setattr(patterns, "_told", set())
+    plan_cache.clear()
+    q, sparse = torch.randn(1, 64, 4, 8), Dilated((32,), (8,))
+    for pattern in (
+        Dilated((16, 64), (1, 8)), Window(2) + sparse, sparse + near(64), Dilated((64,), (4,)), Window(3, rate=4),
+        Dilated((64, 64), (2, 2), ((0,) * 4, (1,) * 4)), near(64),
+    ):  # fmt: skip
+        assert not warned(lambda pattern=pattern: attention(q, q, q, pattern))
+    apart = Dilated((31,), (8,))
+    assert not warned(lambda: explain(q, q, q, apart))
+    assert not warned(lambda: attention(q, q, q, apart, head_offset=0))
+    assert not warned(lambda: attention(*(x.to("meta") for x in (q, q, q)), apart))
+    assert not warned(lambda: attention(q[:, :4], q[:, :4], q[:, :4], apart))
+    assert warned(lambda: torch.func.vmap(lambda x: attention(x, x, x, apart))(q[None]))
+
+
+def test_a_graph_does_not_warn_of_tokens_that_no_head_serves(compiling_python):
+    compiling_python(
+        """
+        import torch
+        from dilated_attention import Dilated, attention
+
+        q = torch.randn(1, 64, 4, 8)
+        compiled = torch.compile(lambda q: attention(q, q, q, Dilated((32,), (8,))), fullgraph=True, backend="eager")
+        assert (compiled(q) == 0).all(-1).all(-1).sum() == 32
+        """
+    )

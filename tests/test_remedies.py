@@ -645,8 +645,19 @@ def _(told):
 
 @remedy("A branch of dilation rate 1 covers every token")
 def _(told):
+    q = torch.randn(1, 16, 4, 8)
     with told(UserWarning):
         Dilated((16,), (8,)).coverage(16, 4)
+    with pytest.warns(UserWarning, match=r"8 of 16 tokens take part in no branch .*rate 1 covers every token"):
+        attention(q, q, q, Dilated((16,), (8,)))
+    with pytest.warns(UserWarning, match=r"A term with a window, or with a branch of dilation rate 1, covers"):
+        attention(q, q, q, Dilated((16,), (8,)) + Dilated((8,), (8,)))
+    for pattern in (
+        Dilated((4, 16), (1, 8)),
+        Window(1) + Dilated((16,), (8,)),
+        Dilated((16,), (8,)) + Dilated((8,), (1,)),
+    ):
+        assert (attention(q, q, q, pattern) != 0).all()
     assert Dilated((4, 16), (1, 8)).coverage(16, 4).min() >= 1
     with pytest.warns(UserWarning, match=r"covers every token, if the layout has no empty rows"):
         (Dilated((16,), (8,)) * (lambda n: BlockLayout.local(n, 1, 1))).coverage(16, 4)

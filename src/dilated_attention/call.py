@@ -32,6 +32,7 @@ from dilated_attention.patterns import (
     Sum,
     Window,
     layout_inside,
+    warn_of_unserved,
 )
 from dilated_attention.plan import Branches, Plan, plan_of, plan_of_rows, row_counts
 from dilated_attention.torch_internals import in_autocast, in_export, in_torch_func, is_mapped, is_symbol, observed
@@ -159,14 +160,19 @@ class Call:
     @classmethod
     def remembered(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Call:
         """Return the same as `of`; the options must be complete. A call whose `_key` is in `plan_cache` is not checked
-        again, and its backend is not chosen again. Layouts inside segments are checked in every call.
+        again, and its backend is not chosen again. Layouts inside segments are checked in every call. Warns as
+        `warn_of_unserved` does.
         """
         key = _key(q, k, v, pattern, options)
         if key is None:
-            return cls.of(q, k, v, pattern, **options)
+            call = cls.of(q, k, v, pattern, **options)
+            call._warn(pattern, options, q, k)
+            return call
 
         def make() -> Call:
-            return cls._without_layouts(q, k, v, pattern, options)[0]._remembered(key)
+            call = cls._without_layouts(q, k, v, pattern, options)[0]
+            call._warn(pattern, options, q, k)
+            return call._remembered(key)
 
         if isinstance(pattern, Product):
             return plan_cache.get(key, make)._with_layouts(pattern, q, k, q.shape[1], False)
@@ -180,6 +186,13 @@ class Call:
             return call._remembered(own_key)
 
         return plan_cache.get(own_key, with_layout)
+
+    def _warn(self, pattern: Pattern, options: Options, q: Tensor, k: Tensor) -> None:
+        """Warn of tokens that take part for no head; with `head_offset`, another rank's heads may serve them."""
+        if torch.compiler.is_compiling() or q.is_meta or options["head_offset"] is not None:
+            return
+        seq_len = k.shape[1] if self.shards is None else self.shards.bounds[-1]
+        warn_of_unserved(branched_factor(pattern, seq_len), self.branches, seq_len)
 
     def _remembered(self, key: Hashable) -> Call:
         self.__dict__.update(repeats={}, key=key)

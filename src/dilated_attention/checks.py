@@ -58,7 +58,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
             f"q of shape {tuple(q.shape)} is read as (batch, seq, heads, head_dim): {q.shape[1]} tokens of {heads} "
             "heads. If it is (batch, heads, seq, head_dim), as scaled_dot_product_attention has it, give "
             "q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)",
-            stacklevel=_outside(),
+            stacklevel=outside(),
         )
 
 
@@ -90,7 +90,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"q, k and v must be on one device; got {name} on {x.device} and q on {q.device}")
 
 
-def _outside() -> int:
+def outside() -> int:
     """Return the stack level of the first function outside this package, for warnings."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __package__:

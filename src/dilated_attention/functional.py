@@ -27,7 +27,7 @@ from dilated_attention.call import (
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
 from dilated_attention.parallel.over_mesh import refuse
-from dilated_attention.patterns import Offsets, Sum, dilated
+from dilated_attention.patterns import Dilated, Offsets, Sum, dilated, expect_unserved
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -197,6 +197,8 @@ def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Option
     out, lse = attention(q, k, v, pattern.parts[0], return_lse=True, **options)
     for part in pattern.parts[1:]:
         out, lse = merge(out, lse, *attention(q, k, v, part, return_lse=True, **options))
+    if isinstance(pattern.parts[0], (Dilated, Sum)) and not torch.compiler.is_compiling():
+        expect_unserved(pattern.parts[0], k.shape[2])  # the layouts may show keys to the tokens that it leaves out
     if sinks is None:
         return out, lse
     if (mask := options["key_padding_mask"]) is None:

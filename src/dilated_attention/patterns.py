@@ -6,6 +6,7 @@ reads, h // (num_heads // num_kv_heads), so that a KV head shows all its query h
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
@@ -386,6 +387,45 @@ def describe_unserved(branches: Branches) -> tuple[str, ...]:
     )
 
 
+_told: set[tuple[_Branched, int]] = set()
+"""The patterns, with their number of KV heads, that `warn_of_unserved` does not warn of again."""
+
+
+def warn_of_unserved(pattern: _Branched, branches: Branches, seq_len: int) -> None:
+    """Warn once per pattern and number of KV heads if some tokens take part in no branch for any head."""
+    heads = len(branches.offsets[0])
+    nobody = _unserved_tokens(branches, seq_len)
+    if not nobody or (pattern, heads) in _told:
+        return
+    expect_unserved(pattern, heads)
+    warnings.warn(
+        f"{nobody} of {seq_len} tokens take part in no branch for any of {heads} KV heads; their output is 0 "
+        f"({'; '.join(describe_unserved(branches))}). {pattern._covering()}",
+        stacklevel=checks.outside(),
+    )
+
+
+def expect_unserved(pattern: _Branched, num_heads: int) -> None:
+    """Let no call warn of this pattern for this number of KV heads."""
+    _told.add((pattern, num_heads))
+
+
+@lru_cache(maxsize=1024)
+def _unserved_tokens(branches: Branches, seq_len: int) -> int:
+    """Return how many of the first seq_len tokens take part in no branch for any head."""
+    has_window = any(band != EVERY for band in branches.bands)
+    if has_window or not seq_len or not all(count for count, _, _ in _unserved(branches)):
+        return 0
+    served = 0  # a byte per token, 1 if it takes part
+    for segment, rate, offsets in zip(*branches[:3], strict=True):
+        tokens = bytearray(min(segment, seq_len))
+        for offset in set(offsets) - {-1}:
+            tokens[offset::rate] = b"\1" * len(tokens[offset::rate])
+        segments = -(-seq_len // len(tokens))
+        served |= int.from_bytes((tokens * segments)[:seq_len], "little")
+    return seq_len - served.bit_count()
+
+
 @dataclass(frozen=True)
 class Sum(_Branched):
     """Add patterns, `a + b`: one softmax over the keys that each of them shows, counts added.
@@ -446,6 +486,9 @@ class Sum(_Branched):
         plain = tuple([term for term in self.terms if isinstance(term, _Branched)])
         listed = tuple([term for term in self.terms if not isinstance(term, _Branched)])
         return (*((plain if len(plain) == 1 else (Sum(plain),)) if plain else ()), *listed)
+
+    def _covering(self) -> str:
+        return "A term with a window, or with a branch of dilation rate 1, covers every token"
 
     def _least_heads(self, head: int) -> int:
         return max([head + 1, *(term._least_heads(head) for term in self.terms if isinstance(term, _Branched))])
