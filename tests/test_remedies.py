@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import dilated_attention
 import dilated_attention_lab
@@ -2331,3 +2331,130 @@ def _(told):
     model.set_attn_implementation("dilated_attention")
     model(_tokens())
     assert "all keys" in huggingface.report(model)
+
+
+# ---- arguments of other libraries
+
+
+def as_theirs(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def refuses(told: Told, q: Tensor, k: Tensor, v: Tensor, *names: str) -> None:
+    """Expect the remedy from each public call."""
+    layout = BlockLayout.local(16, 4, 4)
+    for name in names:
+        for call in (
+            lambda **given: attention(q, k, v, PATTERN, **given),
+            lambda **given: dilated_attention.dilated_attention(q, k, v, [8], [1], **given),
+            lambda **given: dilated_attention.block_sparse_attention(q, k, v, layout, **given),
+            lambda **given: explain(q, k, v, PATTERN, **given),
+        ):
+            with told(TypeError) as caught:
+                call(**{name: None})
+            assert str(caught.value).startswith(f"unknown argument '{name}'; ")
+
+
+@remedy("give key_padding_mask=, True for hidden keys, or is_causal=True; a mask over pairs of tokens is a pattern, "
+        "BlockLayout.from_mask(mask, block_size=1)")  # fmt: skip
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "attn_mask", "attention_mask", "mask")
+    shown = (torch.rand(16, 16) < 0.5) | (torch.eye(16) > 0)
+    same(attention(q, k, v, BlockLayout.from_mask(shown, block_size=1)), as_theirs(q, k, v, attn_mask=shown))
+    real = torch.arange(16)[None] < 11
+    same(
+        attention(q, k, v, Dilated([16], [1]), key_padding_mask=~real),
+        as_theirs(q, k, v, attn_mask=real[:, None, None]),
+    )
+
+
+@remedy("give is_causal=")
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "causal")
+    same(attention(q, k, v, Dilated([16], [1]), is_causal=True), as_theirs(q, k, v, is_causal=True))
+
+
+@remedy("give dropout_p=")
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "dropout")
+    assert (attention(q, k, v, PATTERN, dropout_p=0.5) - attention(q, k, v, PATTERN)).abs().max() > 0.1
+
+
+@remedy("give a window as the pattern, Window(before, after)")
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "window", "window_size")
+    distance = torch.arange(16) - torch.arange(16)[:, None]
+    same(attention(q, k, v, Window(3, 2)), as_theirs(q, k, v, attn_mask=(distance >= -3) & (distance <= 2)))
+
+
+@remedy("scores take no bias and no function; use FlexAttention, or softcap= and sinks= if that is what it computes")
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "alibi_slopes", "score_mod", "attn_bias")
+    capped = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), lambda s, b, h, i, j: 2 * (s / 2).tanh())
+    same(attention(q, k, v, Dilated([16], [1]), softcap=2.0), capped.transpose(1, 2))
+
+
+@remedy("give scale=")
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "softmax_scale")
+    same(attention(q, k, v, Dilated([16], [1]), scale=0.1), as_theirs(q, k, v, scale=0.1))
+
+
+@remedy("leave it out: k and v may always have fewer heads than q")
+def _(told):
+    q, k, v = tensors(kv_heads=2)
+    refuses(told, q, k, v, "enable_gqa")
+    same(attention(q, k, v, Dilated([16], [1])), as_theirs(q, k, v, enable_gqa=True))
+
+
+@remedy("give BlockLayout.from_block_mask(block_mask) as the pattern")
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "block_mask")
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu", BLOCK_SIZE=4)
+    same(attention(q, k, v, BlockLayout.from_block_mask(mask)), as_theirs(q, k, v, is_causal=True))
+
+
+@remedy("see help(dilated_attention.attention)")
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "causl")
+    assert "is_causal" in inspect.getdoc(attention)
+
+
+@remedy("make m of single tokens: create_block_mask(..., BLOCK_SIZE=1)")
+def _(told):
+    q, k, v = tensors()
+    masks = [create_block_mask(_prefix, None, None, 16, 16, device="cpu", BLOCK_SIZE=size) for size in (8, 1)]
+    with told():
+        BlockLayout.from_block_mask(masks[0])
+    expected = as_theirs(q, k, v, attn_mask=_prefix(0, 0, torch.arange(16)[:, None], torch.arange(16)))
+    same(attention(q, k, v, BlockLayout.from_block_mask(masks[1])), expected)
+
+
+def _prefix(batch, head, i, j):
+    return (i >= j) | (j < 5)
+
+
+@remedy("; for a mask_mod give BlockLayout.from_block_mask(create_block_mask(mask_mod, None, None, seq_len, seq_len, "
+        "BLOCK_SIZE=1)), for a function that makes layouts give its layout of seq_len tokens")  # fmt: skip
+def _(told):
+    q, k, v = tensors()
+    for call in (attention, dilated_attention.block_sparse_attention):
+        with told() as caught:
+            call(q, k, v, _prefix)
+    names = {"mask_mod": _prefix, "seq_len": 16, "BlockLayout": BlockLayout}
+    names["create_block_mask"] = partial(create_block_mask, device="cpu")
+    layout = eval(of(caught, r"(BlockLayout\.from_block_mask\(.*BLOCK_SIZE=1\)\))"), names)
+    expected = as_theirs(q, k, v, attn_mask=_prefix(0, 0, torch.arange(16)[:, None], torch.arange(16)))
+    same(attention(q, k, v, layout), expected)
+    with told():
+        attention(q, k, v, lambda n: BlockLayout.local(n, 4, 4))
+    assert attention(q, k, v, BlockLayout.local(16, 4, 4)).isfinite().all()

@@ -142,7 +142,7 @@ class Call:
         be right."""
         options: Options = {**_DEFAULTS, **given}
         if len(options) > len(_DEFAULTS):
-            raise TypeError(f"unknown options: {', '.join(sorted(given.keys() - _DEFAULTS.keys()))}")
+            checks.unknown_options(given.keys() - _DEFAULTS.keys())
         group = None if options["mesh"] is None else context_group(options["mesh"])
         ranks = group if group is not None and dist.get_world_size(group) > 1 else None  # one rank is one device
         call, seq_len = cls._without_layouts(q, k, v, pattern, options, group, ranks is not None)
@@ -528,6 +528,11 @@ def layout_remedy(given: Any) -> str:
     """Return the end of an error message: how to turn `given` into a layout; "" if this library cannot do it."""
     if type(given).__name__ == "BlockMask":
         return "; give BlockLayout.from_block_mask of it"
+    if callable(given):
+        return (
+            "; for a mask_mod give BlockLayout.from_block_mask(create_block_mask(mask_mod, None, None, seq_len, "
+            "seq_len, BLOCK_SIZE=1)), for a function that makes layouts give its layout of seq_len tokens"
+        )
     if isinstance(given, Tensor):
         return "; give BlockLayout.from_mask of booleans per block, or BlockLayout.from_torch_sparse of a BSR tensor"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -18,6 +18,28 @@ from dilated_attention.torch_internals import in_torch_func, is_mapped, observed
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 MANY_HEADS = 256
 """No model has as many heads, each with keys of its own; decoding, whose seq is 1, has fewer."""
+
+_PAIRS = (
+    "give key_padding_mask=, True for hidden keys, or is_causal=True; a mask over pairs of tokens is a pattern, "
+    "BlockLayout.from_mask(mask, block_size=1)"
+)
+_WINDOW = "give a window as the pattern, Window(before, after)"
+_SCORES = "scores take no bias and no function; use FlexAttention, or softcap= and sinks= if that is what it computes"
+_NAMED_ELSEWHERE = {
+    "attn_mask": _PAIRS, "attention_mask": _PAIRS, "mask": _PAIRS,
+    "causal": "give is_causal=", "dropout": "give dropout_p=", "window": _WINDOW, "window_size": _WINDOW,
+    "alibi_slopes": _SCORES, "score_mod": _SCORES, "attn_bias": _SCORES,
+    "softmax_scale": "give scale=", "enable_gqa": "leave it out: k and v may always have fewer heads than q",
+    "block_mask": "give BlockLayout.from_block_mask(block_mask) as the pattern",
+}  # fmt: skip
+"""The remedy for each argument that other libraries have under this name."""
+
+
+def unknown_options(names: Iterable[str]) -> None:
+    """Raise TypeError if there is a name."""
+    for name in names:
+        remedy = _NAMED_ELSEWHERE.get(name, "see help(dilated_attention.attention)")
+        raise TypeError(f"unknown argument {name!r}; {remedy}")
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:

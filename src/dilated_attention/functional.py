@@ -30,7 +30,7 @@ from dilated_attention.parallel.over_mesh import refuse
 from dilated_attention.patterns import Dilated, Offsets, Sum, dilated, expect_unserved
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -58,6 +58,7 @@ def attention(
     q_start: int | None = None,
     k_start: int | None = None,
     softcap: float | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention over a pattern: one softmax over all keys that it shows, counted with multiplicity.
 
@@ -132,6 +133,8 @@ def attention(
         >>> torch.allclose(out[:, 0], v[:, 0])  # the first token sees only itself
         True
     """
+    if unknown:
+        checks.unknown_options(unknown)
     options: Options = {
         "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "sinks": sinks, "lengths": lengths,
         "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask, "backend": backend, "mesh": mesh,
@@ -194,11 +197,11 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
 def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Options) -> tuple[Tensor, Tensor]:
     """Attend to the parts of a sum separately; return their merged out and lse, `(batch, heads, seq)`."""
     sinks, options = options["sinks"], {**options, "sinks": None}
+    if isinstance(pattern.parts[0], (Dilated, Sum)) and not torch.compiler.is_compiling():
+        expect_unserved(pattern.parts[0], k.shape[2])  # the layouts may show keys to the tokens that it leaves out
     out, lse = attention(q, k, v, pattern.parts[0], return_lse=True, **options)
     for part in pattern.parts[1:]:
         out, lse = merge(out, lse, *attention(q, k, v, part, return_lse=True, **options))
-    if isinstance(pattern.parts[0], (Dilated, Sum)) and not torch.compiler.is_compiling():
-        expect_unserved(pattern.parts[0], k.shape[2])  # the layouts may show keys to the tokens that it leaves out
     if sinks is None:
         return out, lse
     if (mask := options["key_padding_mask"]) is None:
@@ -276,6 +279,12 @@ def _with_options_of_attention(function: Function) -> Function:
     parameters += [x for x in options if x.kind is x.KEYWORD_ONLY]
     function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
+
+
+_shown = inspect.signature(attention)
+attention.__signature__ = _shown.replace(  # type: ignore[attr-defined]
+    parameters=[x for x in _shown.parameters.values() if x.kind is not x.VAR_KEYWORD]
+)
 
 
 @_with_options_of_attention

@@ -264,7 +264,10 @@ def from_block_mask(m: BlockMask) -> tuple[BlockGrid, Lists]:
     places = _places(full, grid)
     shows_later = grid.is_causal and bool((grid.cut(*places) | grid.above(*places)).any())
     if not (is_whole or is_lower) or shows_later:
-        raise ValueError("m.mask_mod hides pairs inside a block beyond the causal triangle; a layout has blocks only")
+        raise ValueError(
+            "m.mask_mod hides pairs inside a block beyond the causal triangle, and a layout has whole blocks only; "
+            "make m of single tokens: create_block_mask(..., BLOCK_SIZE=1)"
+        )
     if grid.is_causal:  # a partial block above the diagonal shows nothing
         blocks = blocks[~grid.above(*_places(blocks, grid))]
     return grid, lists_of_keys(grid, blocks, lead)
