@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 import dilated_attention
 import dilated_attention_lab
@@ -2396,8 +2396,9 @@ def _(told):
 def _(told):
     q, k, v = tensors()
     refuses(told, q, k, v, "alibi_slopes", "score_mod", "attn_bias")
-    capped = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), lambda s, b, h, i, j: 2 * (s / 2).tanh())
-    same(attention(q, k, v, Dilated([16], [1]), softcap=2.0), capped.transpose(1, 2))
+    score = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
+    capped = torch.einsum("bhij,bjhd->bihd", (2 * (score / 2).tanh()).softmax(-1), v)
+    same(attention(q, k, v, Dilated([16], [1]), softcap=2.0), capped)
 
 
 @remedy("give scale=")
@@ -2437,6 +2438,36 @@ def _(told):
         BlockLayout.from_block_mask(masks[0])
     expected = as_theirs(q, k, v, attn_mask=_prefix(0, 0, torch.arange(16)[:, None], torch.arange(16)))
     same(attention(q, k, v, BlockLayout.from_block_mask(masks[1])), expected)
+
+
+@remedy("for cross-attention give q_start=0")
+def _(told):
+    """Compare all keys, and a mask of single tokens, for fewer queries than keys and for more."""
+    for queries, keys in ((9, 16), (16, 9)):
+        (q, _, _), (_, k, v) = tensors(queries), tensors(keys)
+        with told():
+            attention(q, k, v, Dilated([16], [1]))
+        same(attention(q, k, v, Dilated([16], [1]), q_start=0), as_theirs(q, k, v))
+        shown = torch.zeros(16, 16, dtype=torch.bool)
+        shown[:queries, :keys] = torch.rand(queries, keys) < 0.5
+        shown[:, 0] = True
+        layout = BlockLayout.from_mask(shown, block_size=1)
+        same(attention(q, k, v, layout, q_start=0), as_theirs(q, k, v, attn_mask=shown[:queries, :keys]))
+
+
+@remedy("create_block_mask(mask_mod, None, None, seq_len, ")
+def _(told):
+    """Compare a window in two dimensions with the mask."""
+    q, k, v = tensors(36)
+
+    def near(batch, head, i, j):
+        return ((i // 6 - j // 6).abs() <= 1) & ((i % 6 - j % 6).abs() <= 2)
+
+    with told():
+        attention(q, k, v, near)
+    layout = BlockLayout.from_block_mask(create_block_mask(near, None, None, 36, 36, device="cpu", BLOCK_SIZE=1))
+    token = torch.arange(36)
+    same(attention(q, k, v, layout), as_theirs(q, k, v, attn_mask=near(0, 0, token[:, None], token)))
 
 
 def _prefix(batch, head, i, j):

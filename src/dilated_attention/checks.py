@@ -62,7 +62,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
     fits = placed or q.shape[1] == k.shape[1]
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or not fits:
         remedy = (
-            ". For fewer queries than keys give q_start, the position of the first; cross-attention is not supported"
+            ". For fewer queries than keys give q_start, the position of the first; for cross-attention give q_start=0"
         )
         raise ValueError(
             f"q and k must agree in batch{'' if placed else ', seq'} and head_dim; got {tuple(q.shape)} and "
