@@ -102,7 +102,7 @@ def force(instruction_set, monkeypatch):
             monkeypatch.setitem(bars, torch.float32, factor * bars[torch.float32])
         (instruction_set,) = TILES
     if instruction_set == EMULATED:
-        monkeypatch.setattr(cpu, "_LIBRARY", emulated_amx())
+        monkeypatch.setattr(cpu, "_RUN", cpu._PROTOTYPE(("dilated_attention_run", emulated_amx())))
         instruction_set = AMX
     monkeypatch.setattr(cpu, "PROCESSOR", replace(MACHINE, highest=instruction_set))
 
@@ -783,6 +783,49 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         x = torch.randn(1, 65536, 2, 64)  # seconds: a thread inside PyTorch's own operators aborts the exit
         threading.Thread(target=cpu.forward, args=(Problem(long, 0.125), x, x, x), daemon=True).start()
         time.sleep(0.3)
+        """
+    )
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_signal_during_a_call(gradients, fresh_python):
+    """A call ends at once when a handler raises, and goes on when a handler calls the library itself and returns."""
+    fresh_python(
+        f"""
+        import os, signal, threading, time
+        import torch
+        from dilated_attention import Dilated, Window, attention
+        from dilated_attention.backends import cpu
+        from dilated_attention.backends.problem import Problem
+        from dilated_attention.plan import plan_dilated
+
+        torch.set_num_threads(2)
+        small = torch.randn(1, 300, 4, 64)
+        expected = attention(small, small, small, Window(40), backend="cpu")
+        called = []
+
+        def check(*_):
+            assert torch.equal(attention(small, small, small, Window(40), backend="cpu"), expected)
+            called.append(time.monotonic())
+
+        signal.signal(signal.SIGUSR1, check)
+        x = torch.randn(1, 65536, 2, 64)  # seconds
+        plan = plan_dilated((65536,), (1,), Dilated((65536,), (1,)).offset_table(2), 65536)
+        problem, lse = Problem(plan, 0.125), torch.zeros(1, 65536, 2)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        try:
+            if {gradients}:
+                cpu.backward(problem, x, None, x, x, x, x, lse)
+            else:
+                cpu.forward(problem, x, x, x)
+        except KeyboardInterrupt:
+            assert time.monotonic() - begin < 1.5
+        else:
+            raise AssertionError("it was not interrupted")
+        assert called[0] - begin < 0.6
+        check()
         """
     )
 

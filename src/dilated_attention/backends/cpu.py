@@ -134,7 +134,7 @@ def _load() -> tuple[ctypes.CDLL | None, Processor, str | None]:
     if isinstance(library, str):
         return None, Processor(arm64, 0), library
     assert_same_fields(library)
-    for name in ("instruction_set", "has_amx", "run"):
+    for name in ("instruction_set", "has_amx"):
         getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
     highest = int(library.dilated_attention_instruction_set())
     why = None if highest else "the kernels need a processor with AVX2"
@@ -323,6 +323,9 @@ def assert_same_fields(library: ctypes.CDLL) -> None:
 
 # At import: torch.compile reads what `refusal` needs as constants.
 _LIBRARY, PROCESSOR, _MISSING = _load()
+# The function itself releases Python's lock, and takes it to let handlers of signals run. It raises what they raise.
+_PROTOTYPE = ctypes.PYFUNCTYPE(*[ctypes.c_int64] * 4, ctypes.c_void_p)
+_RUN = None if _LIBRARY is None else _PROTOTYPE(("dilated_attention_run", _LIBRARY))
 
 
 class _Arguments:
@@ -386,8 +389,6 @@ def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
 
 
 def _run(kernel: str, kind: int, instructions: int, call: _Call) -> None:
-    assert _LIBRARY is not None, "refusal() comes first"
-    if _LIBRARY.dilated_attention_run(
-        ctypes.c_int64(KERNELS[kernel]), ctypes.c_int64(kind), ctypes.c_int64(instructions), ctypes.byref(call)
-    ):
+    assert _RUN is not None, "refusal() comes first"
+    if _RUN(KERNELS[kernel], kind, instructions, ctypes.addressof(call)):
         raise MemoryError("the CPU kernels found no memory for their threads")

@@ -117,8 +117,12 @@ const char *dilated_attention_call_fields() {
 
 int64_t dilated_attention_has_pool() { return has_pool(); }
 
+// Called with Python's lock.
 int64_t dilated_attention_run(int64_t kernel, int64_t type, int64_t set, const Call *call) {
-  return run(set, Kernel(kernel), type, *call);
+  Watch watch;
+  const int status = run(set, Kernel(kernel), type, *call);
+  watch.end();
+  return status;
 }
 
 int64_t dilated_attention_estimate(int64_t estimator, int64_t type, int64_t set, const Estimate *call) {

@@ -1,11 +1,12 @@
 #include "threads.h"
 
 #include <dlfcn.h>
-#include <pthread.h>
 #ifdef __APPLE__
 #include <mach-o/dyld.h>
 #else
 #include <link.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -64,19 +66,86 @@ struct Memory {
   void *data = nullptr;
   size_t size = 0;
   ~Memory() { std::free(data); }
+  void swap(Memory &other) { std::swap(data, other.data), std::swap(size, other.size); }
 };
+
+thread_local Memory memory;
+
+// Python's own functions, null in a process without it. The library is plain C, which any version may load.
+template <class Function>
+Function in_python(const char *name) {
+  return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+}
+
+const auto save_thread = in_python<void *(*)()>("PyEval_SaveThread");
+const auto restore_thread = in_python<void (*)(void *)>("PyEval_RestoreThread");
+const auto check_signals = in_python<int (*)()>("PyErr_CheckSignals");
+
+bool in_main_thread() {
+#ifdef __APPLE__
+  return pthread_main_np();
+#else
+  return syscall(SYS_gettid) == getpid();
+#endif
+}
+
+thread_local Watch *watch = nullptr;  // of the launch that this thread works for
+
+struct Team {
+  void (*body)(void *);
+  void *data;
+  Watch *watch;
+};
+
+// What each thread of a team runs.
+void take_part(void *data) {
+  const Team &team = *static_cast<Team *>(data);
+  Watch *const before = std::exchange(watch, team.watch);
+  team.body(team.data);
+  watch = before;
+}
 
 }  // namespace
 
 bool has_pool() { return pool(); }
 
+Watch::Watch()
+    : before(std::exchange(watch, this)),
+      caller(pthread_self()),
+      asked(std::chrono::steady_clock::now()),
+      state(save_thread ? save_thread() : nullptr) {}
+
+void Watch::end() {
+  watch = before;
+  if (restore_thread) restore_thread(state);
+}
+
+bool Watch::stopped() {
+  if (stop.load(std::memory_order_relaxed)) return true;
+  if (!check_signals || !pthread_equal(pthread_self(), caller)) return false;
+  const auto now = std::chrono::steady_clock::now();
+  if (now - asked < std::chrono::milliseconds(50)) return false;
+  asked = now;
+  if (!in_main_thread()) return false;  // which has no handlers, and which Python ends in restore_thread at its exit
+  Memory kept;  // a handler may call this library, whose memory is in use
+  kept.swap(memory);
+  restore_thread(state);
+  stop = check_signals() != 0;
+  state = save_thread();
+  kept.swap(memory);
+  return stop;
+}
+
+bool stopped() { return watch && watch->stopped(); }
+
 void run_in_threads(int64_t threads, int64_t jobs, void (*body)(void *), void *data) {
   if (threads <= 1 || jobs <= 1) return body(data);
+  Team team{body, data, watch};
   const Parallel parallel = forked ? nullptr : pool();
-  if (parallel) return parallel(body, data, unsigned(threads), 0);
+  if (parallel) return parallel(take_part, &team, unsigned(threads), 0);
   std::vector<std::thread> others;
   try {
-    for (int64_t i = 1; i < threads && i < jobs; i++) others.emplace_back(body, data);
+    for (int64_t i = 1; i < threads && i < jobs; i++) others.emplace_back(take_part, &team);
   } catch (const std::exception &) {
     // A limit of the system, or no memory: the threads that were started do all the work.
   }
@@ -85,7 +154,6 @@ void run_in_threads(int64_t threads, int64_t jobs, void (*body)(void *), void *d
 }
 
 float *thread_memory(int64_t floats) {
-  static thread_local Memory memory;
   const size_t bytes = (size_t(floats) * sizeof(float) + 4095) / 4096 * 4096;
   if (bytes > memory.size) {
     std::free(memory.data);

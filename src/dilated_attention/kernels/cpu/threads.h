@@ -1,11 +1,34 @@
 // Work shared out among threads.
 #pragma once
+#include <pthread.h>
+
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
 // Whether there is a pool of OpenMP; else threads are made for every call.
 bool has_pool();
+
+// Releases Python's lock for a launch, and takes it again in `end`: no destructor, because Python may end the thread there.
+// Python's handlers of signals run in its main thread alone, and not while that is in here: `stopped` lets them run.
+class Watch {
+ public:
+  Watch();
+  void end();
+  bool stopped();
+
+ private:
+  Watch *const before;
+  const pthread_t caller;
+  std::chrono::steady_clock::time_point asked;
+  void *state;  // of Python's thread
+  std::atomic<bool> stop{false};
+};
+
+// Whether the launch that this thread works for is to end: a handler of a signal has raised an exception, which Python
+// finds when the library returns. What the launch has written is then of no use.
+bool stopped();
 
 // Run body(data) at once in at most `threads` threads, this one among them; `jobs` of them have something to do. The pool
 // wakes all of them: GNU OpenMP ends the threads that a smaller team leaves out, and PyTorch's next operator would make
@@ -37,7 +60,7 @@ bool compute(const Work &work, int64_t threads) {
       shared.work.begin(memory);
     else
       shared.failed = true;
-    for (; !shared.failed && i < shared.work.count(); i = next()) shared.work(i, memory);
+    for (; !shared.failed && !stopped() && i < shared.work.count(); i = next()) shared.work(i, memory);
   };
   run_in_threads(threads, work.count(), body, &shared);
   return !shared.failed;

@@ -2,6 +2,7 @@
 // what a thread keeps of it, and where rows, words and statistics lie.
 #pragma once
 #include "online.h"
+#include "threads.h"
 
 namespace {
 
@@ -228,7 +229,7 @@ void for_each_tile(const Call &call, int64_t work, int64_t query_heads, Body bod
   };
   const auto first_line = [&](int64_t work) { return call.jobs[work / query_heads / call.B]; };
   const int64_t later = work + call.threads, end = first_line(work + query_heads * call.B);
-  for (int64_t line = first_line(work); line < end; line++)
+  for (int64_t line = first_line(work); line < end && !stopped(); line++)
     body(task(work, line), line + 1 < end                                  ? task(work, line + 1)
                            : later < call.job_count * call.B * query_heads ? task(later, first_line(later))
                                                                            : Task{});
@@ -320,7 +321,8 @@ void for_each_chunk(const Inputs<Element> &inputs, const Kept &kept, float *memo
   const int64_t h = task.tile->head, n = h * inputs.call.G + task.g;
   Stream<HELD> stream(inputs.call, *task.tile, task.b, n);
   Chunk chunk, following;
-  for (bool more = stream.next(following); more;) {
+  int64_t number = 0;
+  for (bool more = stream.next(following); more && (++number % 16 || !stopped());) {
     chunk = following;
     more = stream.next(following);
     Ahead ahead = more ? ahead_of<HELD>(inputs, kept, memory, following, task.b, HELD == Side::queries ? h : n)
