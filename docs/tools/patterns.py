@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated
+from dilated_attention.patterns import Dilated, Window
 
 
 def _panels(count: int, height: float = 3.0) -> tuple[Figure, list[Axes]]:
@@ -30,10 +30,18 @@ def _branches() -> Figure:
     return figure
 
 
-def _heads() -> Figure:
+def _lead() -> Figure:
+    """Draw README.md's first example, a causal window, and what else a pattern may be, on few tokens."""
+    patterns = {
+        "Window(5)": Window(5),
+        "Window(5, leading=2)": Window(5, leading=2),
+        "Window(5) + Dilated((32,), (4,))": Window(5) + Dilated((32,), (4,)),
+        "Dilated((8, 16, 32), (1, 2, 4))": Dilated((8, 16, 32), (1, 2, 4)),
+    }
     figure, axes = _panels(4)
-    for head, panel in enumerate(axes):
-        Dilated((8, 16, 32), (1, 2, 4)).plot(32, head, panel, num_heads=4, is_causal=True)
+    for panel, (name, pattern) in zip(axes, patterns.items(), strict=True):
+        pattern.plot(32, 0, panel, num_heads=4, is_causal=True)
+        panel.set_title(name, fontsize=9)
     return figure
 
 
@@ -87,6 +95,6 @@ def _layouts() -> Figure:
 
 
 if __name__ == "__main__":
-    drawn = {"branches": _branches, "heads": _heads, "offsets": _offsets, "coverage": _coverage, "layouts": _layouts}
+    drawn = {"lead": _lead, "branches": _branches, "offsets": _offsets, "coverage": _coverage, "layouts": _layouts}
     for name, picture in drawn.items():
         picture().savefig(Path(__file__).parents[1] / "pictures" / f"pattern-{name}.png", dpi=150)
