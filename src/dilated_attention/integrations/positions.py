@@ -153,7 +153,7 @@ def require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     table = position_table(module)
     if table is None or not isinstance(tokens, Tensor) or kwargs.get("position_ids") is not None:
         return
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name from transformers 5.24 on, and before
     past = kwargs.get("past_key_values_length", 0) if cache is None else cache.get_seq_length()
     count = past + tokens.shape[1]
     if count > table.num_embeddings:
