@@ -223,7 +223,23 @@ FOLLOWED_ELSEWHERE = {
     "choose a model without windows": "test_huggingface.py::test_families_that_dilate_refuses",
     'config.layer_types = ["full_attention"] * config.num_hidden_layers{}. Compare its logits':
         "test_huggingface.py::test_families_that_dilate_refuses",
-    "of the model's attention": "test_huggingface.py::test_refusals",
+    "of the model's attention; remove it from the batch":
+        "test_own_attention_arguments.py::test_names_that_sdpa_ignores",
+    'load the model with attn_implementation="{}"': "test_own_attention.py::test_refuses_by_name",
+    "is unknown; load the model with": "test_own_attention_arguments.py::test_a_misspelt_implementation",
+    "give each rank all heads, or use dilation_rates of 1": "test_own_attention_arguments.py::test_a_part_of_the_heads",
+    "give it the mask that the model makes":
+        "test_own_attention_arguments.py::test_a_window_that_neither_mask_nor_arguments_tell",
+    "gather the sequence before the attention":
+        "test_own_attention_arguments.py::test_positions_that_a_dropped_mask_told_apart",
+    "give cu_seq_lens_q, or the mask that the model makes":
+        "test_own_attention_arguments.py::test_bounds_of_samples_beside_a_dropped_mask",
+    "give position_ids that restart with each sample":
+        "test_own_attention_arguments.py::test_packed_samples_as_flash_attention_takes_them",
+    "leave out attention_mask, and pass use_cache=False":
+        "test_own_attention_arguments.py::test_packed_samples_as_flash_attention_takes_them",
+    "give position_ids alone, which restart with each sample":
+        "test_own_attention_arguments.py::test_a_block_diagonal_mask_over_pairs",
     "pip install ./lab": "test_package.py::test_the_library_says_where_its_commands_are",
     "--resume continues": "test_cli.py::test_control_c_in_a_terminal",
     "choose refused its heads on rank {}": "test_parallel_choice.py::test_what_is_refused_is_refused_on_every_rank",
@@ -1744,18 +1760,6 @@ def _(told):
 @remedy("packed sequences are not supported; pad them and give attention_mask")
 def _(told, llama):
     _packed(told, llama, cu_seq_lens_q=torch.tensor([0, 5, 12], dtype=torch.int32))
-
-
-@remedy("position_ids alone separate packed samples; collate without return_flash_attn_kwargs")
-def _(told, llama):
-    collate, samples = transformers.DataCollatorWithFlattening, [_tokens(5, 1)[0], _tokens(7, 1)[0]]
-    ours = copy.deepcopy(llama)
-    ours.set_attn_implementation("dilated_attention")
-    rows = [{"input_ids": sample.tolist()} for sample in samples]
-    with told():
-        ours(**collate(return_flash_attn_kwargs=True)(rows), use_cache=False)
-    logits = ours(**collate()(rows), use_cache=False).logits[0]
-    same(logits, torch.cat([llama(sample[None]).logits[0] for sample in samples]))
 
 
 @remedy("For packed sequences, pad them and give attention_mask; give it too under torch.compile, {}")

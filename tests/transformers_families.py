@@ -25,6 +25,11 @@ SMALL = {
 """Given to every configuration that knows the name."""
 
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_ZAYA = {"layer_types": ["hybrid", "hybrid_sliding"] * 2}
+_CHOOSING = {
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
 _M_ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
 _M_ROPES = {"rope_parameters": dict.fromkeys(_MIXED["layer_types"], _M_ROPE["rope_parameters"])}
 
@@ -35,11 +40,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cohere2_moe": ("Cohere2MoeConfig", "Cohere2MoeForCausalLM", {}),
     "cohere_compass": ("CohereCompassTextConfig", "CohereCompassForCausalLM", {**_MIXED, **_M_ROPES}),
     "cwm": ("CwmConfig", "CwmForCausalLM", {}),
+    "dory": ("DoryConfig", "DoryForCausalLM", {"n_input_layers": 1, "n_output_layers": 1}),
     "diffusion_gemma": ("DiffusionGemmaTextConfig", "DiffusionGemmaEncoderTextModel", {"top_k_experts": 2}),
     "dots1": ("Dots1Config", "Dots1ForCausalLM", {"n_shared_experts": 1, "routed_scaling_factor": 1.0}),
     "embedding_gemma2": ("EmbeddingGemma2TextConfig", "EmbeddingGemma2TextModel", {}),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", {}),
     "exaone_moe": ("ExaoneMoeConfig", "ExaoneMoeForCausalLM", {}),
+    "flint": ("FlintConfig", "FlintForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _MIXED),
     "gemma3n": ("Gemma3nTextConfig", "Gemma3nForCausalLM", _MIXED),
@@ -50,6 +57,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granitemoe_swa": ("GraniteMoeSWAConfig", "GraniteMoeSWAForCausalLM", {}),
     "kolibri1": ("Kolibri1Config", "Kolibri1ForCausalLM", _MIXED),
     "laguna": ("LagunaConfig", "LagunaForCausalLM", _MIXED),
+    "lara_mini": (
+        "LaraMiniConfig",
+        "LaraMiniForCausalLM",
+        {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+    "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]}),
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {}),
     "mellum": ("MellumConfig", "MellumForCausalLM", _MIXED),
     "mimo_v2_flash": ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM", {}),
@@ -74,20 +87,39 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VLTextConfig", "Qwen2VLTextModel", _M_ROPE),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {}),
-    "qwen3_omni_moe": ("Qwen3OmniMoeTextConfig", "Qwen3OmniMoeThinkerTextModel", {}),
+    "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", {"attention_window_size": 8}),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {}),
     "step3p7": ("Step3p7TextConfig", "Step3p7TextModel", _MIXED),
     "ultrabert": ("UltrabertConfig", "UltrabertModel", {}),
     "vaultgemma": ("VaultGemmaConfig", "VaultGemmaForCausalLM", {}),
-    "zaya": ("ZayaConfig", "ZayaForCausalLM", {"num_experts_per_tok": 1}),
+    "zaya": ("ZayaConfig", "ZayaForCausalLM", {"num_experts_per_tok": 1, **_ZAYA}),
 }
 """Configuration, model, and what the configuration needs besides."""
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM", {}, "queries over"),  # attends compressed keys too
+    "axk2": ("AXK2Config", "AXK2ForCausalLM", _CHOOSING, "axk2 chooses the keys .*sdpa"),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _CHOOSING, "deepseek_v32 chooses the keys .*sdpa"),
+    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM", {}, "deepseek_v4 chooses the keys .*eager"),
     "doge": ("DogeConfig", "DogeForCausalLM", {}, "computes with its mask"),
+    "dots3_note": ("Dots3NoteTextConfig", "Dots3NoteForCausalLM", _CHOOSING, "dots3_note_text chooses the keys .*sdpa"),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", _CHOOSING, "glm_moe_dsa chooses the keys .*sdpa"),
+    "hy_v4": ("HYV4Config", "HYV4ForCausalLM", {**_CHOOSING, "n_shared_experts": 1}, "hy_v4 chooses the keys .*eager"),
     "inkling": ("InklingTextConfig", "InklingForCausalLM", {}, "position_bias: no bias is added"),
+    "inkling2": ("Inkling2TextConfig", "Inkling2ForCausalLM", {}, "position_bias: no bias is added.*eager"),
+    "inkling2_loop": ("Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", {}, "position_bias: .*eager"),
+    "minimax_m3_vl": (
+        "MiniMaxM3VLTextConfig",
+        "MiniMaxM3VLForCausalLM",
+        {"num_attention_heads": 8, "head_dim": 16, "rotary_dim": 8, "index_n_heads": 2, "index_head_dim": 8},
+        "minimax_m3_vl_text chooses the keys .*sdpa",
+    ),
+    "mistral_large4": (
+        "MistralLarge4TextConfig",
+        "MistralLarge4TextModel",
+        _CHOOSING,
+        "mistral_large4_text chooses the keys .*sdpa",
+    ),
     "unlimited_ocr": ("UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}, "sdpa"),
 }
 """The same, and words of the error."""
@@ -103,8 +135,7 @@ def _known(config: type[PreTrainedConfig]) -> set[str]:
 def build(family: str, implementation: str) -> PreTrainedModel:
     """Return a model in evaluation mode, with the same weights for every implementation."""
     config_name, model_name, options = {**FAMILIES, **REFUSED}[family][:3]
-    if family == "beam":
-        pytest.importorskip("transformers.models.beam", reason="transformers 5.20.0 has no Beam")
+    pytest.importorskip(f"transformers.models.{family}", reason=f"this version of transformers has no {family}")
     module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
     config_class = getattr(module, config_name)
     known = _known(config_class)
@@ -139,6 +170,23 @@ def _mimi() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
         upsample_groups=32,
     )  # fmt: skip
     return config, {"input_values": torch.randn(1, 1, 48000, generator=torch.Generator().manual_seed(1))}
+
+
+def _pocket_tts_audio_tokenizer() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
+    from transformers import PocketTTSAudioTokenizerConfig
+
+    config = PocketTTSAudioTokenizerConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        sliding_window=8, num_filters=4, upsampling_ratios=[4, 4, 4], upsample_groups=32, latent_dim=8, latent_stride=4,
+    )  # fmt: skip
+    return config, {"input_values": torch.randn(1, 1, 12000, generator=torch.Generator().manual_seed(1))}
+
+
+def _qwen3_omni_moe() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
+
+    config = Qwen3OmniMoeCode2WavConfig(**_text(num_key_value_heads=4))
+    return config, {"inputs_embeds": torch.randn(2, 43, 32, generator=torch.Generator().manual_seed(1))}
 
 
 def _phi4_multimodal() -> tuple[PreTrainedConfig, dict[str, Tensor]]:
@@ -189,6 +237,8 @@ OTHERS: dict[str, tuple[Callable[[], tuple[PreTrainedConfig, dict[str, Tensor]]]
         "Phi4MultimodalForCausalLM",
         {"vision_config": "eager", "audio_config": "eager"},
     ),
+    "pocket_tts_audio_tokenizer": (_pocket_tts_audio_tokenizer, "PocketTTSAudioTokenizerModel", {}),
+    "qwen3_omni_moe": (_qwen3_omni_moe, "Qwen3OmniMoeCode2WavTransformerModel", {}),
     "t5gemma": (_t5gemma, "T5GemmaForConditionalGeneration", {}),
     "voxtral_realtime": (_voxtral_realtime, "VoxtralRealtimeForConditionalGeneration", {}),
 }
@@ -198,6 +248,7 @@ OTHERS: dict[str, tuple[Callable[[], tuple[PreTrainedConfig, dict[str, Tensor]]]
 def build_other(family: str, implementation: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Return a model in evaluation mode, with the same weights for every implementation, and its inputs."""
     make, name, parts = OTHERS[family]
+    pytest.importorskip(f"transformers.models.{family}", reason=f"this version of transformers has no {family}")
     config, inputs = make()
     config._attn_implementation = {"": implementation, **parts} if parts else implementation
     model_class = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)

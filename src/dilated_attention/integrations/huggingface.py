@@ -41,8 +41,15 @@ from transformers.masking_utils import causal_mask_function
 from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
+from dilated_attention.integrations.layer_masks import (
+    WITHOUT_SDPA,
+    has_window,
+    remedy,
+    windows,
+    with_samples,
+    without_mask,
+)
 from dilated_attention.integrations.own_attention import (
-    REMEDY,
     NotATensor,
     Refused,
     Shown,
@@ -62,10 +69,14 @@ NAME = "dilated_attention"
 _OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend", "layers")
 
 _WITHOUT_EFFECT = {
-    "cache_position", "deterministic", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "position_ids", "return_dict", "use_cache",
+    "cache_position", "deterministic", "length", "max_length_k", "max_length_q", "num_items_in_batch",
+    "offset_mapping", "output_hidden_states", "output_router_logits", "overflow_to_sample_mapping", "position_ids",
+    "return_dict", "special_tokens_mask", "task_id", "task_ids", "token_type_ids", "use_cache",
 }  # fmt: skip
-"""Arguments that models pass to every attention function and that do not change the attention."""
+"""Arguments that models and tokenizers pass to every attention function and that do not change the attention."""
+
+_READ_WITH_THE_MASK = {"cu_seq_lens_k", "cu_seq_lens_q", "seq_idx", "sliding_window"}
+"""Arguments that a layer with the model's own attention accepts: they agree with the mask, or tell what it lacks."""
 
 _REMEDIES = {
     "output_attentions": "the probabilities are never formed; use dilated_attention.attention_weights on q and k",
@@ -73,6 +84,8 @@ _REMEDIES = {
     "position_bias": "no bias is added to scores",
     "cu_seq_lens_q": "packed sequences are not supported; pad them and give attention_mask",
     "cache": "paged caches are not supported; generate with the dynamic cache",
+    "indices": "the model chooses the keys of each query, which is not supported yet",
+    "block_indices": "the model chooses the keys of each query, which is not supported yet",
 }
 
 
@@ -125,6 +138,8 @@ def _correct_implementation(self: PreTrainedModel, requested_attention: str | No
     """
     if requested_attention is None and getattr(self.config, NAME, None) is not None:
         requested_attention = NAME
+    if requested_attention != NAME and str(requested_attention).lower().replace("-", "_") == NAME:
+        raise ValueError(f'attn_implementation={requested_attention!r} is unknown; load the model with "{NAME}"')
     found = _their_implementation(self, requested_attention, *args, **kwargs)
     if found == NAME and (self._modules or _chooses_a_class(type(self))):  # else `_post_init` sees the made modules
         _require_own_layers(self)
@@ -151,6 +166,8 @@ def _chooses_a_class(kind: type[PreTrainedModel]) -> bool:
 def _require_own_layers(model: PreTrainedModel) -> None:
     """Refuse a model that cannot use our implementation, and let its forward refuse `output_attentions`."""
     _require_interface(model)
+    if not model._supports_sdpa:
+        WITHOUT_SDPA.add(type(model.config))
     options = getattr(model.config, NAME, None)
     if options is not None:
         _require_no_cap(model)
@@ -333,12 +350,6 @@ def _attention_layers(model: nn.Module) -> list[nn.Module]:
 
 def _all_have_windows(layers: list[nn.Module]) -> bool:
     """Return whether there are attention layers and their configurations say that each has a window or chunks."""
-
-    def has_window(layer: nn.Module) -> bool:
-        config, place = getattr(layer, "config", None), getattr(layer, "layer_idx", None)
-        kinds = getattr(config, "layer_types", None)
-        return place is not None and kinds[place] in _WINDOWED if kinds else bool(_windows(config))
-
     return bool(layers) and all(map(has_window, layers))
 
 
@@ -381,21 +392,10 @@ def _require_no_cap(part: PreTrainedModel) -> None:
         )
 
 
-_WINDOWED = {"sliding_attention", "chunked_attention"}
-
-
-def _windows(config: Any) -> list[str]:
-    """Name the windows and chunks that a configuration asks for."""
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if kinds:
-        return sorted(_WINDOWED & set(kinds))
-    return [f"sliding_window={window}"] if window and getattr(config, "use_sliding_window", True) else []
-
-
 def _require_no_windows(part: PreTrainedModel) -> None:
-    windows = _windows(part.config)
-    if windows:
-        raise UnsupportedError(f"{type(part).__name__} has {' and '.join(windows)}: {_without_windows(part.config)}")
+    found = windows(part.config)
+    if found:
+        raise UnsupportedError(f"{type(part).__name__} has {' and '.join(found)}: {_without_windows(part.config)}")
 
 
 def _without_windows(config: Any) -> str:
@@ -433,6 +433,18 @@ def _require_heads(part: PreTrainedModel, pattern: Dilated) -> None:
             pattern.offset_table(heads)
         except ValueError as error:
             raise type(error)(f"{type(part).__name__}: {error}") from error
+
+
+def _require_all_heads(module: nn.Module, heads: int, pattern: Dilated) -> None:
+    """Refuse a part of a layer's heads where they are dilated by their number: it is unknown which heads they are."""
+    every = getattr(module.config, "num_attention_heads", None)
+    counted = pattern.head_groups or max(pattern.dilation_rates) > 1
+    if isinstance(every, int) and heads < every and counted:
+        raise UnsupportedError(
+            f"{type(module).__name__} got {heads} of config.num_attention_heads={every} heads, as in Ulysses or tensor "
+            "parallelism, and the pattern's offsets count them all: give each rank all heads, or use "
+            "dilation_rates of 1 without head_groups"
+        )
 
 
 def pattern_of(config: Any) -> tuple[Dilated, str]:
@@ -491,6 +503,11 @@ def visibility(
     """
     if isinstance(attention_mask, NotATensor):  # made before the forward: by `generate`, or by a model that holds one
         return attention_mask
+    if any(getattr(config, name, None) for name in ("index_topk", "index_topk_blocks")):
+        raise UnsupportedError(
+            f"{config.model_type} chooses the keys of each query itself, which {NAME} does not support yet; "
+            f"{remedy(config)}"
+        )
     options = getattr(config, NAME, None)
     shown: Shown | Refused | None = None
     if torch.compiler.is_compiling():
@@ -608,9 +625,10 @@ def attention_forward(
     own = _is_own(getattr(module.config, NAME, None), attention_mask)
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    shown = _shown_of(module, q, k, attention_mask, is_causal)
+    shown = _shown_of(module, q, k, attention_mask, is_causal, kwargs)
     given: dict[str, Any] = {"scale": scaling, "sinks": s_aux}
     if own:
+        shown = with_samples(shown, len(q), kwargs)
         given |= {"dropout_p": dropout, "softcap": softcap}
         chosen = getattr(module, _CHOSEN, None)
         if chosen is None or not chosen.serves(shown):
@@ -622,6 +640,7 @@ def attention_forward(
             _REPORTED[module] = ", ".join(filter(None, (shown.words, f"softcap {softcap}" if softcap else "", how)))
         return own_out, None
     pattern, backend = pattern_of(module.config)
+    _require_all_heads(module, q.shape[2], pattern)
     stop = shown.q_start + shown.queries - shown.k_start
     unknown_past = attention_mask is None and shown.q_start
     if getattr(module, "is_cross_attention", False) or stop != shown.keys or unknown_past:
@@ -654,21 +673,20 @@ def attention_forward(
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError for any argument that is not None, False or without effect (see `_WITHOUT_EFFECT`).
 
-    own: the model's own attention is computed: accept `sliding_window` too, since the mask describes the window.
+    own: the model's own attention is computed: accept what is read with the mask, too.
     """
+    config = cast(PreTrainedConfig, module.config)
     for name, given in arguments.items():
-        if given is None or given is False or name in _WITHOUT_EFFECT:
+        if given is None or given is False or name in _WITHOUT_EFFECT or (own and name in _READ_WITH_THE_MASK):
             continue
         if name == "sliding_window":
-            if own:  # the mask says it, as for transformers' sdpa
-                continue
-            raise UnsupportedError(f"{name}={given}: {_without_windows(cast(PreTrainedConfig, module.config))}")
-        remedy = _REMEDIES.get(name, "dilated attention does not know this argument of the model's attention")
-        if own and name == "cu_seq_lens_q":
-            remedy = "position_ids alone separate packed samples; collate without return_flash_attn_kwargs"
-        elif own and name not in ("output_attentions", "cache"):
-            remedy += f"; {REMEDY}"
-        raise UnsupportedError(f"{name}: {remedy}")
+            raise UnsupportedError(f"{name}={given}: {_without_windows(config)}")
+        advice = _REMEDIES.get(
+            name, "dilated attention does not know this argument of the model's attention; remove it from the batch"
+        )
+        if own and name not in ("output_attentions", "cache"):
+            advice += f", or {remedy(config)}"
+        raise UnsupportedError(f"{name}: {advice}")
 
 
 def _attend_cached(shown: Shown, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, **options: Any) -> Tensor:
@@ -703,27 +721,27 @@ def _over_tokens(mask: Mask, batch: int, queries: int, keys: int) -> Mask:
     return Shown(False, q_start=keys - queries, queries=queries, keys=keys, hidden=some)
 
 
-def _shown_of(module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None) -> Shown:
-    """Return what the mask of a layer shows; without a mask, every key, or every earlier key of a causal layer."""
+def _shown_of(
+    module: nn.Module, q: Tensor, k: Tensor, mask: Mask, is_causal: bool | None, arguments: dict[str, Any]
+) -> Shown:
+    """Return what the mask of a layer shows; without a mask, what its other `arguments` tell (see `without_mask`)."""
     queries, keys = q.shape[1], k.shape[1]
     mask = _over_tokens(mask, len(q), queries, keys)
     if isinstance(mask, Refused):
         raise mask.error
     if mask is None:  # as in layers over images
-        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-        if not isinstance(causal, bool):
-            raise UnsupportedError(f"{type(module).__name__} gives neither a mask nor is_causal; causality is unknown")
-        return Shown(causal and queries > 1, q_start=keys - queries, queries=queries, keys=keys)
+        return without_mask(module, q, keys, is_causal, arguments)
     if not isinstance(mask, Shown):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnsupportedError(
             f"attention_mask of shape {shape}: masks over pairs are not supported; give a mask over tokens, "
-            f"(batch, seq), or {REMEDY}"
+            "(batch, seq); for packed samples give position_ids alone, which restart with each sample, and "
+            f"use_cache=False; or {remedy(module.config)}"
         )
     if (mask.queries, mask.keys) != (queries, keys):
         raise UnsupportedError(
             f"{type(module).__name__}: {queries} queries over {keys} keys, where the mask has {mask.queries} and "
-            f"{mask.keys}; {REMEDY}"
+            f"{mask.keys}; {remedy(module.config)}"
         )
     return mask
 
