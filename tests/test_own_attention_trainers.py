@@ -1,6 +1,6 @@
 """Trainers and tools of other packages around transformers' models: the losses and outputs of sdpa.
 
-Each test is skipped where its package is missing; constraints-newest.txt has them.
+Each test is skipped where its package is missing; no requirement of the tests lists them.
 """
 
 from __future__ import annotations

@@ -185,3 +185,22 @@ for family in families:
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
 """
     )
+
+
+def test_an_encoder_made_of_a_decoder_compiles_in_one_graph(compiling_python):
+    """EmbeddingGemma."""
+    compiling_python(
+        _TRACED
+        + """
+from transformers import Gemma3TextConfig, Gemma3TextModel
+
+sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+config = Gemma3TextConfig(**sizes, **layers, num_key_value_heads=2, head_dim=8, use_bidirectional_attention=True)
+model = Gemma3TextModel._from_config(config, attn_implementation="dilated_attention").eval()
+compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+with torch.no_grad():
+    found, expected = (call(input_ids=tokens, attention_mask=masks[0])[0] for call in (compiled, model))
+torch.testing.assert_close(found[masks[0].bool()], expected[masks[0].bool()], rtol=0, atol=1e-5)
+"""
+    )

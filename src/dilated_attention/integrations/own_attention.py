@@ -299,6 +299,9 @@ def read_arguments(
     bidirectional = "allow_is_bidirectional_skip" in arguments
     plain = bidirectional or arguments.get("allow_is_causal_skip", False)
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    is_embedding_gemma = getattr(config, "model_type", None) == "gemma3_text" and config.use_bidirectional_attention
+    if is_embedding_gemma and mask is not None:  # without a mask it may hold packed samples
+        return Shown(is_causal=False, window=None if local_size is None else local_size - 1)
     if local_size is None or not plain or arguments.get("use_vmap", False) or window == chunk:
         return None
     if local_size == window:
