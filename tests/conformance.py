@@ -19,18 +19,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
 
-from dilated_attention.backends.dropout import dropout_of, survives
+from dilated_attention.backends.attributes import Attributes
+from dilated_attention.backends.dropout import key_words, query_words, survives, threshold
 from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import attend
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, Rows, StridedGroup
+from dilated_attention.scores import Scores
 from tolerances import TOLERANCE, excess
 
 
@@ -44,9 +45,21 @@ def causal(plan: Plan) -> Plan:
     return replace(plan, groups=tuple(groups))
 
 
-def problem(plan: Plan, is_causal: bool = False, scale: float = 1.0, **options: Any) -> Problem:
-    """Return the problem of a plan, made causal on request."""
-    return Problem(causal(plan) if is_causal else plan, scale, **options)
+def problem(
+    plan: Plan,
+    is_causal: bool = False,
+    scale: float = 1.0,
+    *,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    hidden: Tensor | None = None,
+    attributes: Attributes | None = None,
+    layouts: dict[int, BlockLayout] | None = None,
+) -> Problem:
+    """Return the problem of a plan, made causal on request. `hidden`: `(batch, keys)`, in place of attributes."""
+    if attributes is None:
+        attributes = Attributes({}, {} if hidden is None else {"hidden": hidden[:, :, None]})
+    return Problem(causal(plan) if is_causal else plan, Scores(scale, softcap, dropout_p), attributes, layouts)
 
 
 def band_of(group: StridedGroup) -> Tensor:
@@ -112,9 +125,9 @@ def survivors(q: Tensor, k: Tensor, dropout_p: float, head_offset: int, seed: in
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, ())
     queries, keys = torch.arange(q.shape[1]), torch.arange(k.shape[1])[:, None]
     first_head = head_offset * (q.shape[2] // k.shape[2])
-    words = dropout_of(dropout_p, drawn, q.shape[0], q.shape[2], queries, keys, first_head)
-    keys = words.keys.expand(k.shape[1], q.shape[2])
-    return survives(words.queries.transpose(1, 2), keys.T[None], words.threshold)
+    words = query_words(drawn, q.shape[0], q.shape[2], queries, first_head)
+    keys = key_words(drawn, keys).expand(1, k.shape[1], q.shape[2])
+    return survives(words.transpose(1, 2), keys.transpose(1, 2), threshold(dropout_p))
 
 
 def evaluate(run: Run, inputs: tuple[Tensor, ...], cotangents: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -155,7 +168,7 @@ def excesses(
 
     def oracle(q, k, v):
         k, v = (x.repeat_interleave(apart, 2) for x in (k, v))
-        out, lse = attend(q, k, v, counts, **options)
+        out, lse = attend(q, k, v, counts, Scores(scale, softcap, dropout_p), phantoms=phantoms, keep=keep)
         return out, lse.transpose(1, 2)
 
     actual = evaluate(run, inputs, cotangents)
@@ -200,7 +213,7 @@ def magnitudes(
         f s̄ + c |t| stands for s̄,   and   f dS̄ + |dS| (1 + 2 |t| (f s̄ + c |t|) / c) for dS̄ in dq̄ and dk̄.
     """
     kv_heads = k.shape[2]
-    out, lse = attend(q, k, v, counts, scale=scale, softcap=softcap, phantoms=phantoms, keep=keep, dropout_p=dropout_p)
+    out, lse = attend(q, k, v, counts, Scores(scale, softcap, dropout_p), phantoms=phantoms, keep=keep)
     kept = 1.0 if keep is None else keep.unflatten(1, (kv_heads, -1)) / (1 - dropout_p)
     # h: KV head, g: query head of it, n: query, m: key, d: head_dim
     q, d_out, out, d_lse = (x.unflatten(2, (kv_heads, -1)) for x in (q, d_out, out, d_lse.transpose(1, 2)))

@@ -39,6 +39,7 @@ from dilated_attention.backends import blocks, cpu, native
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.reference import attend, batch_counts
 from dilated_attention.backends.table import BACKENDS
+from dilated_attention.scores import Scores
 from tolerances import excess
 
 NAMES = ("q", "k", "v", "sinks")
@@ -262,11 +263,12 @@ class Trial:
         keep = survivors(q, k, call.dropout_p, call.head_offset or 0, call.seed)
         apart = max(1, counts.shape[-3] // k.shape[2])
         options = {"scale": scale, "phantoms": phantoms, "keep": keep, "dropout_p": call.dropout_p}
+        scores = Scores(scale, dropout_p=call.dropout_p)
 
         def keys(x: Tensor) -> Tensor:
             return x.repeat_interleave(apart, 2)
 
-        bare, lse = attend(q, keys(k), keys(v), counts, **options)
+        bare, lse = attend(q, keys(k), keys(v), counts, scores, phantoms=phantoms, keep=keep)
         lse = lse.transpose(1, 2)
         rest = torch.ones(())
         out = bare

@@ -44,6 +44,7 @@ from dilated_attention.errors import BackendError
 from dilated_attention.kernels.cpu import build
 from dilated_attention.patterns import Dilated, Window
 from dilated_attention.plan import Branches, Plan, Rows, StridedGroup, plan_dilated, plan_of
+from dilated_attention.scores import Scores
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.profile import profile
 from dilated_attention_lab.commands import main
@@ -386,7 +387,7 @@ class TestFeatures(Forced):
         cotangents = {"out": torch.randn(1, 50, 1, 16).to(dtype), "lse": torch.randn(1, 1, 50)}
 
         def oracle(q, k, v):
-            out, lse = attend(q, k, v, counts, scale=0.25)
+            out, lse = attend(q, k, v, counts, Scores(0.25))
             return out, lse.transpose(1, 2)
 
         options = {"is_causal": True, "scale": 0.25}
@@ -435,7 +436,7 @@ class TestSoftcap(Forced):
         plan, offsets = dilated(50, 1, (50,), (1,))
         found = cpu.forward(problem(plan, is_causal=True, scale=0.25, softcap=0.5), *inputs.values())
         counts = count_matrix((50,), (1,), offsets, 50, is_causal=True)
-        wanted = attend(*(x.double() for x in inputs.values()), counts, scale=0.25, softcap=0.5)
+        wanted = attend(*(x.double() for x in inputs.values()), counts, Scores(0.25, 0.5))
         for actual, expected in zip(found, wanted, strict=True):
             assert relative_error(actual, expected) <= TOLERANCE[dtype]
 
@@ -513,7 +514,7 @@ def test_lse_of_bfloat16(instruction_set, monkeypatch):
     plan, offsets = dilated(512, 1, (512,), (1,))
     counts = count_matrix((512,), (1,), offsets, 512, is_causal=False)
     _, lse = cpu.forward(problem(plan, is_causal=False, scale=0.125), q, k, v)
-    _, expected = attend(q.double(), k.double(), v.double(), counts, scale=0.125)
+    _, expected = attend(q.double(), k.double(), v.double(), counts, Scores(0.125))
     assert (lse - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
@@ -761,7 +762,7 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         x = torch.randn(1, 256, 2, 64)
 
         def call():
-            return cpu.forward(Problem(plan, 0.125), x, x, x)[0]
+            return cpu.forward(Problem(plan, Scores(0.125)), x, x, x)[0]
 
         def in_a_child():
             child = os.fork()
@@ -781,7 +782,7 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
 
         long = plan_dilated((65536,), (1,), Dilated((65536,), (1,)).offset_table(2), 65536, is_causal=True)
         x = torch.randn(1, 65536, 2, 64)  # seconds: a thread inside PyTorch's own operators aborts the exit
-        threading.Thread(target=cpu.forward, args=(Problem(long, 0.125), x, x, x), daemon=True).start()
+        threading.Thread(target=cpu.forward, args=(Problem(long, Scores(0.125)), x, x, x), daemon=True).start()
         time.sleep(0.3)
         """
     )

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from conformance import problem
 from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import fused, native
-from dilated_attention.backends.dropout import dropout_of, survives
+from dilated_attention.backends.attributes import attributes_of
+from dilated_attention.backends.dropout import key_words, query_words, survives, threshold
 from dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated
 from tolerances import TOLERANCE, relative_error
@@ -44,8 +45,9 @@ def definition(seed, samples, heads, queries, keys, p):
 
 def survivors(seed, batch, heads, queries, keys, p, head_offset=0):
     """K (batch, heads, queries, keys) of the tokens `queries` and `keys`."""
-    dropout = dropout_of(p, torch.tensor(seed), batch, heads, queries, keys[:, None], head_offset)
-    return survives(dropout.queries.transpose(1, 2), dropout.keys.T[None], dropout.threshold)
+    words = query_words(torch.tensor(seed), batch, heads, queries, head_offset)
+    of_keys = key_words(torch.tensor(seed), keys[:, None])
+    return survives(words.transpose(1, 2), of_keys.transpose(1, 2), threshold(p))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**40 - 12345, -(2**63)])
@@ -248,7 +250,8 @@ def test_a_shard_has_the_choice_of_the_whole():
     q, k, v = tensors(kv_heads=4)
     whole = plan_dilated((N,), (1,), ((0,) * 4,), N)
     seed, tokens = torch.tensor(12345), torch.arange(N)
-    asked = problem(whole, True, 0.3, dropout=dropout_of(0.3, seed, 2, 4, tokens, tokens[:, None]))
+    attributes = attributes_of(2, 4, tokens, tokens[:, None], seed=seed)
+    asked = problem(whole, True, 0.3, dropout_p=0.3, attributes=attributes)
     out, lse = native.forward(asked, q, k, v)
     dout = torch.randn_like(out)
     expected = native.backward(asked, dout, None, q, k, v, out, lse)
@@ -262,14 +265,14 @@ def test_a_shard_has_the_choice_of_the_whole():
     positions = (tokens[mine, None], others)
     parts = list(zip(((k[:, mine], v[:, mine]), rows), (local, remote), positions, strict=True))
     for (keys, values), plan, at in parts:
-        dropout = dropout_of(0.3, seed, 2, 4, tokens[mine], at)
-        state = native.forward(problem(plan, True, 0.3, dropout=dropout), q[:, mine], keys, values, state=state)
+        attributes = attributes_of(2, 4, tokens[mine], at, seed=seed)
+        asked = problem(plan, True, 0.3, dropout_p=0.3, attributes=attributes)
+        state = native.forward(asked, q[:, mine], keys, values, state=state)
     assert relative_error(state[0], out[:, mine]) < 1e-12
     for (keys, values), plan, at in parts:
-        dropout = dropout_of(0.3, seed, 2, 4, tokens[mine], at)
-        gradient += native.backward(
-            problem(plan, True, 0.3, dropout=dropout), dout[:, mine], None, q[:, mine], keys, values, *state
-        )[0]
+        attributes = attributes_of(2, 4, tokens[mine], at, seed=seed)
+        asked = problem(plan, True, 0.3, dropout_p=0.3, attributes=attributes)
+        gradient += native.backward(asked, dout[:, mine], None, q[:, mine], keys, values, *state)[0]
     assert relative_error(gradient, expected[0][:, mine]) < 1e-12
 
 

@@ -9,9 +9,10 @@ import torch
 from conformance import problem
 from dilated_attention import dilated_attention, torch_internals
 from dilated_attention.backends import fused, native
-from dilated_attention.backends.dropout import Pairs, dropout_of
+from dilated_attention.backends.dropout import key_words, query_words
 from dilated_attention.patterns import Dilated
 from dilated_attention.plan import plan_dilated
+from dilated_attention.scores import Scores
 from tolerances import TOLERANCE, relative_error
 
 
@@ -117,10 +118,10 @@ def test_operators_of_cuda_are_handed_whole_16_bytes(kind, dtype, monkeypatch):
         monkeypatch.setattr(torch_internals, name, noted)
     q, k, v = (torch.randn(2, 4, 40, 25).to(dtype)[..., 1:] for _ in range(3))
     dout = torch.randn(2, 4, 40, 25).to(dtype)[..., :24]
-    scores = fused.Scores(is_causal=False, scale=0.1)
-    fused.forward(scores, q, k, v)
+    settings = fused.Settings(Scores(0.1))
+    fused.forward(settings, q, k, v)
     dense = torch.randn(2, 4, 40, 24).to(dtype)
-    fused.backward(scores, fused.Merged(dout, None, dense, torch.zeros(2, 4, 40)), q, dense, v)
+    fused.backward(settings, fused.Merged(dout, None, dense, torch.zeros(2, 4, 40)), q, dense, v)
     assert [len(tensors) for tensors in handed] == [3, 5]
     for x in (x for tensors in handed for x in tensors):
         assert x.stride(-1) == 1
@@ -144,7 +145,7 @@ def test_operators_of_cuda_are_handed_a_contiguous_lse(kind, rows, monkeypatch):
         monkeypatch.setattr(torch_internals, name, noted)
     q, k, v, out, dout = (torch.randn(2, 4, rows, 24) for _ in range(5))
     lse = torch.randn(2, rows, 4).transpose(1, 2)
-    fused.backward(fused.Scores(is_causal=False, scale=0.1), fused.Merged(dout, None, out, lse), q, k, v)
+    fused.backward(fused.Settings(Scores(0.1)), fused.Merged(dout, None, out, lse), q, k, v)
     (found,) = handed
     assert found.is_contiguous()
     assert torch.equal(found[..., :rows], lse)
@@ -166,9 +167,7 @@ def test_the_memory_efficient_operator_is_handed_the_out_that_it_reads(dlse, mon
     monkeypatch.setattr(torch_internals, "efficient_backward", noted)
     q, k, v, dout = (torch.randn(2, 4, 20, 24).half() for _ in range(4))
     out = torch.randn(2, 4, 60, 24).half()[:, :, ::3]
-    fused.backward(
-        fused.Scores(is_causal=False, scale=0.1), fused.Merged(dout, dlse, out, torch.randn(2, 4, 20)), q, k, v
-    )
+    fused.backward(fused.Settings(Scores(0.1)), fused.Merged(dout, dlse, out, torch.randn(2, 4, 20)), q, k, v)
     (found,) = handed
     assert found.stride(2) == 4 * found.shape[3]
     assert torch.equal(found[..., :24], out)
@@ -259,14 +258,14 @@ def test_chunks_of_plain_products(masks, is_causal, with_pairs, monkeypatch):
     q, k, v = (torch.randn(3, 4, 12, 8, dtype=torch.float64) for _ in range(3))
     bias = torch.zeros(masks, 1, 1, 12, dtype=torch.float64)
     bias[0, ..., :5] = -torch.inf
-    dropout = dropout_of(0.3, torch.tensor(3), 3, 4, torch.arange(12), torch.arange(12)[:, None])
-    words = dropout.queries.transpose(1, 2), dropout.keys.T[None].expand(3, 4, 12)
-    pairs = Pairs(dropout.threshold, 1 / 0.7, *words) if with_pairs else None
-    scores, found = fused.Scores(is_causal, 0.3, bias, pairs), []
+    words = query_words(torch.tensor(3), 3, 4, torch.arange(12)).transpose(1, 2)
+    of_keys = key_words(torch.tensor(3), torch.arange(12)[:, None]).transpose(1, 2).expand(3, 4, 12)
+    pairs = fused.Pairs(words, of_keys) if with_pairs else None
+    settings, found = fused.Settings(Scores(0.3, dropout_p=0.3 if with_pairs else 0.0), is_causal, bias, pairs), []
     for chunk in (1 << 18, 100, 1):
         monkeypatch.setattr(fused, "_CHUNK", chunk)
-        out, lse = fused.forward(scores, q, k, v)
+        out, lse = fused.forward(settings, q, k, v)
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
-        found.append((out, lse, *fused.backward(scores, fused.Merged(v, finite, out, finite), q, k, v)))
+        found.append((out, lse, *fused.backward(settings, fused.Merged(v, finite, out, finite), q, k, v)))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-13, atol=1e-13)

@@ -41,7 +41,7 @@ from compile_ahead import (
 from conformance import problem
 from dilated_attention import plan_cache
 from dilated_attention.backends import triton as backend
-from dilated_attention.backends.dropout import dropout_of
+from dilated_attention.backends.attributes import Attributes, attributes_of
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import plan_dilated
 
@@ -156,6 +156,11 @@ def compiled(monkeypatch):
     return names
 
 
+def words_and_hidden(seed: int, hidden: torch.Tensor) -> Attributes:
+    tokens = torch.arange(1024)
+    return attributes_of(2, 4, tokens, tokens[:, None], seed=torch.tensor(seed), hidden=hidden[:, :, None])
+
+
 CALLS_OF_THE_BACKEND = {
     "branches in one launch": {"is_causal": False},
     "branches one after another": {"is_causal": True},
@@ -163,8 +168,8 @@ CALLS_OF_THE_BACKEND = {
     "blocks": {"is_causal": True, "layouts": {1024: BlockLayout.local(1024, 256, 64).causal()}},
     "dropout and hidden keys": {
         "is_causal": False,
-        "dropout": dropout_of(0.7, torch.tensor(2**40), 2, 4, torch.arange(1024), torch.arange(1024)[:, None]),
-        "hidden": torch.zeros(2, 1024, dtype=torch.bool),
+        "dropout_p": 0.7,
+        "attributes": words_and_hidden(2**40, torch.zeros(2, 1024, dtype=torch.bool)),
     },
 }
 
@@ -279,8 +284,8 @@ def test_a_bound_launch_has_the_arguments_of_a_first_one(monkeypatch, call):
         q, k, v, out, dout = (torch.rand(2, 1024, n, 48, dtype=torch.bfloat16) for n in (4, 2, 2, 4, 4))
         gradients = tuple(torch.rand(x.shape) for x in (q, k, v))
         new = {
-            "layouts": {1024: BlockLayout.local(1024, window, 64).causal()}, "hidden": torch.rand(2, 1024) < 0.5,
-            "dropout": dropout_of(0.7, torch.tensor(word), 2, 4, torch.arange(1024), torch.arange(1024)[:, None]),
+            "layouts": {1024: BlockLayout.local(1024, window, 64).causal()},
+            "attributes": words_and_hidden(word, torch.rand(2, 1024) < 0.5),
         }  # fmt: skip
         options = {name: new.get(name, x) for name, x in CALLS_OF_THE_BACKEND[call].items()} | {"scale": 0.1}
         return (q, k, v), (out, torch.rand(2, 1024, 4)), dout, gradients, options

@@ -23,7 +23,7 @@ DOCUMENTED = ("_asdict", "_exit", "_replace")  # names of the standard library t
 LAYERS = (
     {"cache", "errors", "kernels", "merge", "mesh", "ranking", "storage", "torch_internals"},
     {"checks", "pictures"},
-    {"layout", "plan"},
+    {"layout", "plan", "scores"},
     {"patterns"},
     {"backends", "routing", "suggestion"},
     {"call"},

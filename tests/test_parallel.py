@@ -34,6 +34,7 @@ from dilated_attention.parallel.sharding import (
     unshard_sequence,
 )
 from dilated_attention.patterns import Dilated
+from dilated_attention.scores import Scores
 from tolerances import TOLERANCE, relative_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -123,7 +124,7 @@ def expected(case: Case, is_causal: bool, dtype: torch.dtype):
         case.rates,
         pattern.offset_table(case.kv_heads),
         is_causal=is_causal,
-        scale=case.scale,
+        scores=Scores(case.scale),
         compat=case.compat,
         lengths=case.lengths,
         cu_seqlens=case.cu_seqlens,

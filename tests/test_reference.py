@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention.backends import reference
 from dilated_attention.backends.reference import attend, batch_counts, count_matrix, phantom_counts, reference_attention
+from dilated_attention.scores import Scores
 from tolerances import relative_error
 
 # segment lengths, dilation rates, table (branch x KV head), sequence length
@@ -73,11 +74,11 @@ def test_two_keys_by_hand():
     q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     k = torch.tensor([math.log(3.0), 0.0], dtype=torch.float64).reshape(1, 2, 1, 1)
     v = torch.tensor([7.0, 14.0], dtype=torch.float64).reshape(1, 2, 1, 1)
-    out, lse = attend(q, k, v, torch.tensor([[[2, 1]]]), scale=1.0)
+    out, lse = attend(q, k, v, torch.tensor([[[2, 1]]]), Scores(1.0))
     torch.testing.assert_close(out.item(), 8.0)
     torch.testing.assert_close(lse.item(), math.log(7.0))
     # Five further keys of score 0 and value 0: Z = 12.
-    out, lse = attend(q, k, v, torch.tensor([[[2, 1]]]), scale=1.0, phantoms=torch.tensor([[5]]))
+    out, lse = attend(q, k, v, torch.tensor([[[2, 1]]]), Scores(1.0), phantoms=torch.tensor([[5]]))
     torch.testing.assert_close(out.item(), 56 / 12)
     torch.testing.assert_close(lse.item(), math.log(12.0))
 
@@ -136,7 +137,7 @@ def test_equals_loops(case, mode):
     q, k, v = make((1, seq_len, 4, 3), 2)
     is_causal, compat = mode == "causal", "torchscale" if mode == "torchscale" else None
     out, lse = reference_attention(
-        q, k, v, segment_lengths, dilation_rates, table, is_causal=is_causal, scale=0.7, compat=compat
+        q, k, v, segment_lengths, dilation_rates, table, Scores(0.7), is_causal=is_causal, compat=compat
     )
     expected = by_loops(q, k, v, segment_lengths, dilation_rates, table, is_causal, 0.7, compat is not None)
     assert relative_error(out, expected[0]) < 1e-14
@@ -198,7 +199,7 @@ def test_gradients_of_first_and_second_order(phantom):
     assert not rows.all()
 
     def covered(q, k, v):
-        out, lse = attend(q, k, v, counts, scale=0.6, phantoms=phantoms)
+        out, lse = attend(q, k, v, counts, Scores(0.6), phantoms=phantoms)
         return out, lse[:, rows]
 
     assert torch.autograd.gradcheck(covered, (q, k, v))
@@ -226,7 +227,7 @@ def test_rows_that_see_nothing():
 
 def test_no_keys_at_all():
     q, k, v = make((2, 3, 2, 4), 2)
-    out, lse = attend(q, k[:, :0], v[:, :0], torch.zeros(2, 3, 0, dtype=torch.int32), scale=1.0)
+    out, lse = attend(q, k[:, :0], v[:, :0], torch.zeros(2, 3, 0, dtype=torch.int32), Scores(1.0))
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
 
@@ -264,7 +265,7 @@ def test_dtypes(dtype):
 
 def test_large_scores_do_not_overflow():
     q, k, v = make((1, 6, 1, 2), 1)
-    out, lse = reference_attention(1e3 * q, 1e3 * k, v, [6], [1], [[0]], is_causal=False, scale=1.0)
+    out, lse = reference_attention(1e3 * q, 1e3 * k, v, [6], [1], [[0]], Scores(1.0), is_causal=False)
     assert out.isfinite().all()
     score = 1e6 * torch.einsum("bnhd,bmhd->bnm", q, k)
     torch.testing.assert_close(lse[..., 0], score.logsumexp(-1))
@@ -280,9 +281,9 @@ def test_empty_batch_keeps_the_graph():
 def test_counts_may_differ_between_samples():
     q, k, v = make((2, 4, 2, 3), 1)
     counts = torch.stack([count_matrix([4], [1], [[0]], 4, is_causal=causal) for causal in (False, True)])
-    out, lse = attend(q, k, v, counts, scale=1.0)
+    out, lse = attend(q, k, v, counts, Scores(1.0))
     for b in range(2):
-        alone = attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], counts[b], scale=1.0)
+        alone = attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], counts[b], Scores(1.0))
         torch.testing.assert_close(out[b : b + 1], alone[0])
         torch.testing.assert_close(lse[b : b + 1], alone[1])
 

@@ -97,7 +97,7 @@ class TestFound:
         assert call is Call.remembered(*inputs, PATTERNS["dilated"], dict(options))
         assert execution._problem(call, *inputs[:2]) is execution._problem(call, *inputs[:2])
         drawn = [replace(call, seed=torch.tensor(seed)) for seed in (1, 2)]
-        first, second = (execution._problem(x, *inputs[:2]).dropout.queries for x in drawn)
+        first, second = (execution._problem(x, *inputs[:2]).attributes.queries["words"] for x in drawn)
         assert not torch.equal(first, second)
 
     def test_the_problem_of_lists_is_checked_for_each_batch(self):

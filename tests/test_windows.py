@@ -537,7 +537,7 @@ class Sharded:
         if not mesh or self.bounds is None:
             return attention(*tensors, self.pattern, sinks=sinks, return_lse=True, **options)
         call = Call.of(*tensors, self.pattern, **options)
-        seed = torch.randint(-(1 << 63), (1 << 63) - 1, ()) if call.dropout_p else None
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, ()) if call.scores.dropout_p else None
         call = replace(call, shards=replace(call.shards, bounds=self.bounds), seed=seed)
         out, lse = operators.attend(*tensors, call)
         return with_sinks(out, lse, sinks), lse.transpose(1, 2)

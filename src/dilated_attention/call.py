@@ -6,7 +6,6 @@ and `execution` (one device) or `parallel.over_mesh` (several ranks) runs it.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from dilated_attention import checks
 from dilated_attention.backends import table
-from dilated_attention.backends.dropout import Dropout, dropout_of
+from dilated_attention.backends.attributes import NO_ATTRIBUTES, Attributes, attributes_of
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import Problem, Repeat
 from dilated_attention.cache import derived, plan_cache
@@ -35,6 +34,7 @@ from dilated_attention.patterns import (
     warn_of_unserved,
 )
 from dilated_attention.plan import Branches, Plan, plan_of, plan_of_rows, row_counts
+from dilated_attention.scores import UNIT, Scores
 from dilated_attention.torch_internals import in_autocast, in_export, in_torch_func, is_mapped, is_symbol, observed
 
 if TYPE_CHECKING:
@@ -122,16 +122,14 @@ class Call:
     choice: table.Choice
     layouts: tuple[BlockLayout, ...] = ()
     is_causal: bool = False
-    scale: float = 1.0
+    scores: Scores = UNIT
     lengths: Tensor | None = None
     cu_seqlens: Tensor | None = None
     key_padding_mask: Tensor | None = None
-    dropout_p: float = 0.0
     first_head: int = 0
     seed: Tensor | None = None
     shards: Shards | None = None
     starts: tuple[int, int] = (0, 0)
-    softcap: float = 0.0
     problems: dict[Hashable, Problem] = field(init=False, default_factory=dict)
     repeats: dict[Hashable, Repeat | None] | None = field(init=False, default=None)
     key: Hashable = field(init=False, default=None)
@@ -213,8 +211,7 @@ class Call:
             _check_over_ranks(pattern, options)
         checks.mask(k, options["key_padding_mask"])
         checks.boolean("is_causal", options["is_causal"])
-        checks.number("scale", options["scale"])
-        checks.probability("dropout_p", options["dropout_p"])
+        scores = Scores.of(q.shape[3], options["scale"], options["softcap"], options["dropout_p"])
         checks.sinks(q, options["sinks"])
         head_offset = options["head_offset"]
         head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)
@@ -223,13 +220,11 @@ class Call:
             check_placed(pattern, options)
             seq_len = k.shape[1]  # q may be some rows of a layout
         branches = branched_factor(pattern, seq_len).branches(k.shape[2], head_offset)
-        scale, softcap = options["scale"], options["softcap"]
         call = cls(
-            branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, over_ranks)),
-            is_causal=options["is_causal"], scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-            lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=options["key_padding_mask"],
-            dropout_p=float(options["dropout_p"]), first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
-            starts=starts, softcap=0.0 if softcap is None else checks.positive_number("softcap", softcap),
+            branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, scores, over_ranks)),
+            is_causal=options["is_causal"], scores=scores, lengths=lengths, cu_seqlens=cu_seqlens,
+            key_padding_mask=options["key_padding_mask"], first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
+            starts=starts,
         )  # fmt: skip
         return call, seq_len
 
@@ -246,12 +241,12 @@ class Call:
     @derived
     def factor(self) -> float:
         """Return the factor by which q is multiplied first, so that the scale that backends get is positive."""
-        return split_scale(self.scale)[0]
+        return self.scores.split()[0]
 
     @derived
-    def positive_scale(self) -> float:
-        """Return the scale that backends get: they multiply the scores of q * `factor` by it."""
-        return split_scale(self.scale)[1]
+    def backend_scores(self) -> Scores:
+        """Return the scores that backends get, together with q * `factor`."""
+        return self.scores.split()[1]
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:
         """Return the plan of one sample on one device; `queries`, `keys`: their numbers, equal by default."""
@@ -288,15 +283,20 @@ class Call:
         """Return the number of samples; a layout may have lists for each of them."""
         return q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
-    def dropout(self, q: Tensor, k: Tensor) -> Dropout | None:
-        """Return which pairs of query and key survive dropout, given q and k; None without dropout."""
-        if self.seed is None:
-            return None
+    def attributes(self, q: Tensor, k: Tensor) -> Attributes:
+        """Return what backends read per token of q and k on one device."""
+        hidden = self.key_padding_mask
+        if hidden is None and self.seed is None:
+            return NO_ATTRIBUTES
+        if hidden is not None:
+            hidden = hidden[:, :, None]
         queries, keys = (
             torch.arange(start, start + x.shape[1], device=q.device)
             for start, x in zip(self.starts, (q, k), strict=True)
         )
-        return dropout_of(self.dropout_p, self.seed, q.shape[0], q.shape[2], queries, keys[:, None], self.first_head)
+        return attributes_of(
+            len(q), q.shape[2], queries, keys[:, None], hidden=hidden, seed=self.seed, first_head=self.first_head
+        )
 
     def over(self, shards: Shards) -> Call:
         """Return the same call over the ranks that `shards` describes; it moves the edges of packed samples there.
@@ -425,19 +425,6 @@ def as_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-_LEAST_SCALE, _GREATEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
-
-
-def split_scale(scale: float) -> tuple[float, float]:
-    """Return (factor, rest) with scale = factor * rest: q is multiplied by factor, and backends get rest.
-    It is positive, since 0 or a negative number would turn a score of -inf into NaN or +inf. In single precision it
-    does not round to 0, and rest * log2 e is finite."""
-    if abs(scale) < _LEAST_SCALE:
-        return scale, 1.0
-    factor = math.copysign(1.0 if abs(scale) <= _GREATEST_SCALE else 2.0, scale)
-    return factor, scale / factor
-
-
 def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | None, transport: str) -> int:
     """Return the global sequence length, given this rank's shard q; `group` is None on one device.
 
@@ -538,16 +525,16 @@ def layout_remedy(given: Any) -> str:
     return ""
 
 
-def _facts(q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: Options, over_ranks: bool) -> Facts:
+def _facts(
+    q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: Options, scores: Scores, over_ranks: bool
+) -> Facts:
     """Return what the choice of a backend depends on."""
     asked = (
         ("key_padding_mask", options["key_padding_mask"] is not None),
-        ("dropout_p", options["dropout_p"] > 0),
         ("a block layout", isinstance(pattern, (BlockLayout, Product))),
         ("a window", branches.bands),
-        ("softcap", options["softcap"] is not None),
     )
-    needs = tuple([name for name, is_asked in asked if is_asked])
+    needs = (*scores.needs, *[name for name, is_asked in asked if is_asked])
     pairs = list(zip(branches.segment_lengths, branches.dilation_rates, strict=True))
     if branches.bands:
         # A window with two bounds limits the keys. Causality does not, and leading tokens do not count.

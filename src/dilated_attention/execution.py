@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dilated_attention.backends.dropout import Dropout
+from dilated_attention.backends.attributes import Attributes
 from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.tiles import concatenate
 from dilated_attention.cache import lasting, plan_cache, plan_layout
@@ -36,7 +36,8 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         out, lse = attend(replace(call, starts=(0, 0)), q, k, v)
         return out[:, first:stop], lse[:, first:stop]
     call.samples(q.shape[1])  # checks the lengths
-    branches, visible, dropout = call.branches, None, call.dropout(q, k)
+    branches, visible = call.branches, None
+    attributes = call.attributes(q, k)
     if call.layouts:
         ratio = q.shape[2] // k.shape[2]  # layouts count query heads, a table those of k
         k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
@@ -44,10 +45,9 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         branches = branches._replace(offsets=table)
         visible = _dense_layouts(call.layouts, q.shape[2])
     return run(
-        q, k, v, *branches[:3], is_causal=call.is_causal, scale=call.scale, softcap=call.softcap,
+        q, k, v, *branches[:3], call.scores, attributes=attributes, is_causal=call.is_causal,
         compat=branches.compat, bands=branches.bands, leading=branches.leading, starts=call.starts,
         lengths=call.lengths, cu_seqlens=call.cu_seqlens, key_padding_mask=call.key_padding_mask, visible=visible,
-        dropout=dropout,
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         out, lse = run(_packed_problem(call, q, k, slices), *_packed(q, k, v))
         return [out.view(q.shape).detach(), lse.view(q.shape[:3]).detach()]  # views could not be changed in place
     out, lse = running(q, covered=call.lengths is None)  # packed samples cover all rows
-    whole = call.dropout(q, k)
+    whole = call.attributes(q, k)
     for sample, at in enumerate(slices):
         out[at], lse[at] = run(_problem(call, q, k, sample, at, whole), q[at], k[at], v[at])
     return [out, lse]
@@ -91,7 +91,7 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     if kind not in call.repeats:
         if len(call.repeats) == MOST_KINDS:
             return None
-        alone = call.factor == 1 and call.dropout_p == 0 and v.size(3) == q.size(3)
+        alone = call.factor == 1 and call.scores.dropout_p == 0 and v.size(3) == q.size(3)
         alone = alone and q.stride(3) == k.stride(3) == v.stride(3) == 1
         found = call.backend.prepare(_problem(call, q, k), q, k, v) if alone else None
         call.repeats[kind], nbytes = found or (None, 0)
@@ -114,7 +114,7 @@ def backward(
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
     make = torch.zeros_like if call.cu_seqlens is None else torch.empty_like  # packed samples cover all rows
     dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    whole = call.dropout(q, k)
+    whole = call.attributes(q, k)
     for sample, at in enumerate(slices):
         part = [None if x is None else x[at] for x in tensors]
         dq[at], dk[at], dv[at] = run(_problem(call, q, k, sample, at, whole), *part)
@@ -123,20 +123,20 @@ def backward(
 
 def _problem(
     call: Call, q: Tensor, k: Tensor, sample: int | None = None, at: tuple[slice, slice] | None = None,
-    whole: Dropout | None = None,
+    whole: Attributes | None = None,
 ) -> Problem:  # fmt: skip
     """Return the problem that a backend gets for the call, or for sample number `sample` with the (batch, seq) slices
-    `at`. `whole`: the dropout of all samples."""
+    `at`. `whole`: the attributes of all samples."""
     shapes = q.shape, k.shape, q.device
     if at is None and (held := call.problems.get(shapes)) is not None:
         return held
     plan = call.plan(q.shape[1], k.shape[1]) if at is None else call.plan(at[1].stop - at[1].start)
     layouts = layouts_of(call, q, plan, sample)
-    hidden, dropout = call.key_padding_mask, call.dropout(q, k) if at is None else whole
+    attributes = call.attributes(q, k) if whole is None else whole
     if at is not None:
-        hidden, dropout = None if hidden is None else hidden[at], None if dropout is None else dropout.sample(*at)
-    problem = Problem(plan, call.positive_scale, hidden, layouts, dropout, call.softcap)
-    if at is None and hidden is dropout is None:
+        attributes = attributes.sample(*at)
+    problem = Problem(plan, call.backend_scores, attributes, layouts)
+    if at is None and attributes.empty:
         call.problems[shapes] = problem
     return problem
 
@@ -149,9 +149,7 @@ def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[sli
     tokens = k.shape[0] * k.shape[1]
     key = ("packed", tokens, starts, lengths, call.branches, call.is_causal)
     plan = plan_cache.get(key, lambda: concatenate([call.plan(n) for n in lengths], list(starts), tokens))
-    (hidden,), dropout = _packed(call.key_padding_mask), call.dropout(q, k)
-    dropout = None if dropout is None else dropout.packed()
-    return Problem(plan, call.positive_scale, hidden, None, dropout, call.softcap)
+    return Problem(plan, call.backend_scores, call.attributes(q, k).packed(k.shape[0]))
 
 
 def layouts_of(

@@ -175,7 +175,7 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
     if (found := operators.repeat(q, k, v, call)) is not None:
         return found
     key_padding_mask, sinks = options["key_padding_mask"], options["sinks"]
-    if call.dropout_p:
+    if call.scores.dropout_p:
         call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
     spoiled = None
     if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN, in the gradients too

@@ -25,6 +25,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import running
 from dilated_attention.parallel import over_mesh
 from dilated_attention.plan import WHOLE, Branches
+from dilated_attention.scores import Scores
 from dilated_attention.torch_internals import (
     BelowAutograd,
     in_batched_gradients,
@@ -35,10 +36,10 @@ from dilated_attention.torch_internals import (
     without_autocast,
 )
 
-_CALL = (
-    "SymInt[] numbers, float scale, float softcap, float dropout_p, str[] words, Tensor[] layouts, Tensor? lengths, "
-    "Tensor? cu_seqlens, Tensor? key_padding_mask, Tensor? seed"
-)
+_CALL = "SymInt[] numbers, float[] scores, str[] words, Tensor[] layouts, Tensor?[] attached"
+ATTACHED = ("lengths", "cu_seqlens", "key_padding_mask", "seed")
+"""The fields of a `Call` that are tensors or None, in the order in which the operators take them."""
+
 torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor[]")
 torch.library.define(
     "dilated_attention::backward",
@@ -97,13 +98,12 @@ def _pack(call: Call) -> tuple[Any, ...]:
     for x in call.layouts:
         numbers += (x.seq_len, x.q_block, x.k_block, int(x.is_causal))
     tables = [table for x in call.layouts for table in (x.indptr, x.indices)]
-    ragged = call.lengths, call.cu_seqlens, call.key_padding_mask
-    return numbers, call.scale, call.softcap, call.dropout_p, words, tables, *ragged, call.seed
+    return numbers, list(call.scores), words, tables, [getattr(call, name) for name in ATTACHED]
 
 
 def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
     """Return the call that `_pack` packed; k gives the number of KV heads."""
-    numbers, scale, softcap, dropout_p, words, tables, lengths, cu_seqlens, key_padding_mask, seed = packed
+    numbers, scores, words, tables, attached = packed
     read = _read(tuple(numbers), k.shape[2], _of_mesh(words))
     layouts = [
         BlockLayout(tables[2 * i], tables[2 * i + 1], seq_len, q_block, k_block, bool(is_causal))
@@ -117,8 +117,8 @@ def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
             "gradients" in words[4:],
         )  # fmt: skip
     return Call(
-        read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, scale, lengths, cu_seqlens,
-        key_padding_mask, dropout_p, read.first_head, seed, shards, read.starts, softcap,
+        read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, Scores(*scores),
+        first_head=read.first_head, shards=shards, starts=read.starts, **dict(zip(ATTACHED, attached, strict=True)),
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
             "pass backend='reference'"
         )
     results = [*running(q, covered=True)]
-    numbers, _, _, _, words = packed[:5]
+    numbers, _, words, *_ = packed
     if not _of_mesh(words):
         return results
     call = _unpack(k, ([int(x) for x in numbers], *packed[1:]))
@@ -241,8 +241,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, *options, layouts, lengths, cu_seqlens, key_padding_mask, seed = inputs
-        ctx.save_for_backward(q, k, v, *output, lengths, cu_seqlens, key_padding_mask, seed, *layouts)
+        q, k, v, *options, layouts, attached = inputs
+        ctx.save_for_backward(q, k, v, *output, *attached, *layouts)
         ctx.mark_non_differentiable(*output[2:])
         ctx.outputs, ctx.options, ctx.words = len(output), options, options[-1]
         ctx.set_materialize_grads(False)
@@ -250,11 +250,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *rest = ctx.saved_tensors
-        saved, ragged, layouts = rest[: ctx.outputs - 2], rest[ctx.outputs - 2 :][:4], rest[ctx.outputs + 2 :]
+        saved, rest = rest[: ctx.outputs - 2], rest[ctx.outputs - 2 :]
+        attached, layouts = rest[: len(ATTACHED)], rest[len(ATTACHED) :]
         if dout is None:
             dout = torch.zeros_like(out)
-        gradients = _apply_backward(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, *ragged)
-        return (*gradients, *(None,) * (len(ctx.options) + 5))
+        gradients = _apply_backward(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, attached)
+        return (*gradients, *(None,) * (len(ctx.options) + 2))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
@@ -310,7 +311,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *_, ctx.words, _layouts, _lengths, _cu_seqlens, _key_padding_mask, _seed = inputs
+        *_, ctx.words, _layouts, _attached = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.plumbing import fused
+from dilated_attention.plumbing import Scores, fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def dilated(q: Tensor, k: Tensor, v: Tensor, options: Attention) -> Tensor:
     outs, lses = [], []
     for segment, rate in zip(options.segment_lengths, options.dilation_rates, strict=True):
         q_, k_, v_ = (_gather(x, min(segment, seq), rate).transpose(1, 2) for x in (q, k, v))
-        out, lse = fused.forward(fused.Scores(options.is_causal, dim**-0.5), q_, k_, v_)
+        out, lse = fused.forward(fused.Settings(Scores(dim**-0.5), options.is_causal), q_, k_, v_)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     dense = [

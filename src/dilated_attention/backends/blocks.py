@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import fused
-from dilated_attention.backends.fused import Merged, Scores
+from dilated_attention.backends.fused import Merged, Pairs, Settings
 from dilated_attention.cache import lasting, plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into, running
@@ -185,23 +185,23 @@ class _Call:
 
     queries: BlockRows
     keys: BlockRows
-    scores: Scores
+    settings: Settings
     views: list[Any]
 
 
-def _calls(layout: BlockLayout, scores: Scores, tensors: list[Any], copies: int) -> Iterator[_Call]:
+def _calls(layout: BlockLayout, settings: Settings, tensors: list[Any], copies: int) -> Iterator[_Call]:
     """Yield the calls of a layout: parts of its groups, all heads or some of them, whose temporaries fit in
     `_CHUNK_BYTES` if possible.
 
-    The settings are `scores` with the call's own causality, bias and dropout. `tensors` are (batch, heads, seq, ...), q
-    first, or None. A call reads or writes `copies` temporary vectors of head_dim numbers per token and head.
+    Each has `settings` with its own causality, bias and dropout. `tensors` are (batch, heads, seq, ...), q first, or
+    None. A call reads or writes `copies` temporary vectors of head_dim numbers per token and head.
     """
-    q, pairs = tensors[0], scores.pairs
+    q, pairs = tensors[0], settings.pairs
     words = [] if pairs is None else [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]
     vector = 2 * copies * q.shape[3] * q.element_size()
     for i in range(len(q)):
         whole = [None if x is None else x[i].transpose(0, 1) for x in (*tensors, *words)]
-        key_bias = None if scores.bias is None else scores.bias[i, 0, 0]
+        key_bias = None if settings.bias is None else settings.bias[i, 0, 0]
         for group in groups_of(layout, i):
             heads = q.shape[1] if group.heads is None else 1
             fit = max(1, _CHUNK_BYTES // (vector * (group.q_tokens + group.keys.shape[1] * group.k_tokens)))
@@ -215,10 +215,10 @@ def _calls(layout: BlockLayout, scores: Scores, tensors: list[Any], copies: int)
                     # If block sizes agree, a row's only key block on the diagonal is its query block.
                     causal = group.masked and layout.q_block == layout.k_block
                     bias = score_bias(layout, part, keys, key_bias, q.dtype, diagonal=group.masked and not causal)
-                    own = scores._replace(is_causal=causal, bias=bias)
+                    own = settings._replace(is_causal=causal, bias=bias)
                     if pairs is not None:
                         taken = queries.take(views[-2]), keys.take(views[-1])
-                        own = own._replace(pairs=replace(pairs, queries=taken[0], keys=taken[1]))
+                        own = own._replace(pairs=Pairs(*taken))
                     yield _Call(queries, keys, own, views[: len(tensors)])
 
 
@@ -241,15 +241,15 @@ def score_bias(
 
 
 def forward(
-    layout: BlockLayout, scores: Scores, q: fused.Queries, k: fused.Keys, v: fused.Keys
+    layout: BlockLayout, settings: Settings, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Statistic]:
     """Return (out, lse) of a layout, as `fused.forward` does, for q, k, v `(batch, heads, seq, head_dim)`, any strides.
-    A bias in `scores` has one row for all heads and queries; its `is_causal` is ignored: the layout says whether it is
-    causal."""
+    A bias in `settings` has one row for all heads and queries. Their `is_causal` is ignored: the layout says whether it
+    is causal."""
     out, lse = (x.transpose(1, 2) for x in running(q.transpose(1, 2), False))
-    for call in _calls(layout, scores, [q, k, v, out, lse], 1):
+    for call in _calls(layout, settings, [q, k, v, out, lse], 1):
         q_, k_, v_, out_, lse_ = call.views
-        part, part_lse = fused.forward(call.scores, call.queries.take(q_), call.keys.take(k_), call.keys.take(v_))
+        part, part_lse = fused.forward(call.settings, call.queries.take(q_), call.keys.take(k_), call.keys.take(v_))
         rows, rows_lse = call.queries.take(out_), call.queries.take(lse_)
         merge_into(rows, rows_lse, part, part_lse)
         call.queries.store(out_, rows)
@@ -258,16 +258,16 @@ def forward(
 
 
 def backward(
-    layout: BlockLayout, scores: Scores, merged: Merged, q: fused.Queries, k: fused.Keys, v: fused.Keys
+    layout: BlockLayout, settings: Settings, merged: Merged, q: fused.Queries, k: fused.Keys, v: fused.Keys
 ) -> tuple[fused.Queries, fused.Keys, fused.Keys]:
-    """Return (dq, dk, dv) of a layout, in single precision at least. `scores` is as in `forward`."""
+    """Return (dq, dk, dv) of a layout, in single precision at least. `settings` is as in `forward`."""
     sums = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=sums).transpose(1, 2) for x in (q, k, v))
-    for call in _calls(layout, scores, [q, k, v, dq, dk, dv, *merged], 2):
+    for call in _calls(layout, settings, [q, k, v, dq, dk, dv, *merged], 2):
         q_, k_, v_, dq_, dk_, dv_, *merged_ = call.views
         part = Merged(*merged_).views(call.queries.take)
         views = call.queries.take(q_), call.keys.take(k_), call.keys.take(v_)
-        part_q, part_k, part_v = fused.backward(call.scores, part, *views)
+        part_q, part_k, part_v = fused.backward(call.settings, part, *views)
         call.queries.add(dq_, part_q)
         call.keys.add(dk_, part_k)
         call.keys.add(dv_, part_v)

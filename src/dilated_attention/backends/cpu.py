@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import tiles
+from dilated_attention.backends import dropout, tiles
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.jobs import Launch, Launches, launch_of
 from dilated_attention.backends.problem import MOST_PREPARED, Problem, Repeat
@@ -22,6 +22,7 @@ from dilated_attention.kernels.cpu import build
 from dilated_attention.kernels.cpu.estimates import TYPES
 from dilated_attention.merge import running
 from dilated_attention.plan import Plan
+from dilated_attention.scores import Scores
 
 X86_SETS = ("none", "AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX with bfloat16")
 ARM64_SETS = ("none", "NEON", "NEON with bfloat16")
@@ -300,15 +301,20 @@ _INTEGERS = (
 )  # fmt: skip
 
 
+class _Scores(ctypes.Structure):
+    """Mirror the struct `Scores` of kernels/cpu/call.h."""
+
+    _fields_ = [(name, ctypes.c_double) for name in Scores._fields]
+
+
 class _Call(ctypes.Structure):
     """Mirror the struct `Call` of kernels/cpu/call.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _INTEGERS),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
         ("keep_scale", ctypes.c_double),
+        ("scores", _Scores),
     ]
 
 
@@ -338,16 +344,19 @@ class _Arguments:
         self.layouts, self.dtype, self.type = problem.layouts, q.dtype, TYPES[q.dtype]
         self.shared = work > ONE_THREAD
         self.call = _Call(
-            B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim, scale=problem.scale,
-            softcap=problem.softcap,
-            threads=torch.get_num_threads() if self.shared else 1,
+            B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim,
+            threads=torch.get_num_threads() if self.shared else 1, scores=_Scores(*problem.scores),
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
-        self.set(q=q, k=k, v=v, hidden=None if problem.hidden is None else problem.hidden.contiguous())
-        if (dropout := problem.dropout) is not None:
-            self.set(query_words=dropout.queries.contiguous(), key_words=dropout.keys)
-            self.call.kwn, self.call.kwh = dropout.key_strides
-            self.call.threshold, self.call.keep_scale = dropout.threshold, dropout.factor
+        self.set(q=q, k=k, v=v)
+        if problem.hidden is not None:
+            self.set(hidden=problem.hidden[..., 0].expand(batch, -1).contiguous())
+        if problem.scores.dropout_p:
+            words = problem.attributes.keys["words"]
+            self.set(query_words=problem.attributes.queries["words"].contiguous(), key_words=words)
+            self.set(kwn=words.stride(1), kwh=words.stride(2) if words.shape[2] > 1 else 0)
+            self.set(threshold=dropout.threshold(problem.scores.dropout_p))
+            self.call.keep_scale = dropout.factor(problem.scores.dropout_p)
 
     def set(self, **values: Tensor | int | None) -> None:
         """Set arguments by name; for q, k, v and dout also the strides."""

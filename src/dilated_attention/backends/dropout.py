@@ -20,8 +20,6 @@ two-product hashes of least bias that C. Wellons' search (hash-prospector) has f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
@@ -30,96 +28,40 @@ _FIRST, _SECOND = 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
 _A, _B, _C = 0x1B873593, 0x3C6EF372, 0x6A09E667
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Dropout:
-    """Hold what backends need for a call's dropout.
-
-    A pair survives if a hash of three int32 words, two of the query and one of the key, is at least `threshold`.
-
-    Attributes:
-        probability: p, in (0, 1): the probability that a pair is dropped.
-        queries: the two words, a and b, of every row of q.
-        keys: the word, k, of every row of k; key_heads is 1, or the number of heads of k if their rows differ.
-    """
-
-    probability: float
-    queries: Int32[Tensor, "batch seq heads 2"]
-    keys: Int32[Tensor, "keys key_heads"]
-
-    @property
-    def threshold(self) -> int:
-        """Return the least hash that survives, as a signed 32-bit number."""
-        return min(round(self.probability * 2**32), 2**32 - 1) - 2**31
-
-    @property
-    def factor(self) -> float:
-        """Return 1 / (1 - p), by which surviving weights are multiplied."""
-        return 1 / (1 - self.probability)
-
-    @property
-    def key_strides(self) -> tuple[int, int]:
-        """Return the strides of a key and of a head in `keys`; the latter is 0 if all heads share the words."""
-        return self.keys.stride(0), self.keys.stride(1) if self.keys.shape[1] > 1 else 0
-
-    def sample(self, batch: slice, seq: slice) -> Dropout:
-        """Return the dropout of the samples `batch`, with the tokens `seq` as queries and as keys."""
-        return replace(self, queries=self.queries[batch, seq], keys=self.keys[seq])
-
-    def packed(self) -> Dropout:
-        """Return the dropout of all samples joined into one sequence. The words of keys repeat for each sample."""
-        keys = self.keys.repeat(self.queries.shape[0], 1)
-        return replace(self, queries=self.queries.flatten(0, 1).unsqueeze(0), keys=keys)
+def threshold(probability: float) -> int:
+    """Return the least hash of a pair that survives, as a signed 32-bit number."""
+    return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pairs:
-    """Hold `threshold`, `factor` and words of a `Dropout`, two per query and one per key, for independent problems."""
-
-    threshold: int
-    factor: float
-    queries: Int32[Tensor, "problems heads rows 2"]
-    keys: Int32[Tensor, "problems key_heads keys"]
-
-    def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Pairs:
-        its_heads = heads if self.keys.shape[1] > 1 else slice(None)
-        return replace(self, queries=self.queries[problems, heads, rows], keys=self.keys[problems, its_heads, keys])
-
-    def drop(self, x: Tensor) -> Tensor:
-        """Compute K x / (1 - p) in place, for x `(problems, heads, rows, keys)`; K: 1 where a pair survives, else 0."""
-        return x.mul_(survives(self.queries, self.keys, self.threshold)).mul_(self.factor)
+def factor(probability: float) -> float:
+    """Return 1 / (1 - p), by which surviving weights are multiplied."""
+    return 1 / (1 - probability)
 
 
-def dropout_of(
-    probability: float,
-    seed: Int64[Tensor, ""],
-    batch: int,
-    heads: int,
-    queries: Int64[Tensor, " seq"],
-    keys: Int64[Tensor, "keys key_heads"],
-    head_offset: int = 0,
-) -> Dropout | None:
-    """Return the dropout of a call; None if `probability`, with which a pair is dropped, is 0.
+def query_words(
+    seed: Int64[Tensor, ""], batch: int, heads: int, queries: Int64[Tensor, " seq"], first_head: int = 0
+) -> Int32[Tensor, "batch seq heads 2"]:
+    """Return the two words, a and b, of every row of q.
 
     Args:
         seed: any 64-bit number, on the device of q.
-        queries, keys: the global position of each row of q and of k, which may differ by head where rows were gathered.
-        head_offset: global index of the first query head.
+        queries: the global position of each row; first_head: the global index of the first query head.
     """
-    if not probability:
-        return None
-    device = seed.device
-    low, high = seed, seed >> 32
-    sample = torch.arange(batch, device=device)[:, None, None]
-    head = head_offset + torch.arange(heads, device=device)
-    query = queries[:, None]
-    words = [_hash(constant, low, high, sample, head, query) for constant in (_A, _B)]
-    return Dropout(probability, torch.stack(words, -1), _hash(_C, low, high, keys))
+    sample = torch.arange(batch, device=seed.device)[:, None, None]
+    head = first_head + torch.arange(heads, device=seed.device)
+    words = [_hash(constant, seed, seed >> 32, sample, head, queries[:, None]) for constant in (_A, _B)]
+    return torch.stack(words, -1)
+
+
+def key_words(seed: Int64[Tensor, ""], keys: Int64[Tensor, "keys key_heads"]) -> Int32[Tensor, "1 keys key_heads"]:
+    """Return the word, k, of every row of k, given the global position of each, which may differ by head."""
+    return _hash(_C, seed, seed >> 32, keys)[None]
 
 
 def survives(
     queries: Int32[Tensor, "*problem rows 2"], keys: Int32[Tensor, "*#problem keys"], threshold: int
 ) -> Bool[Tensor, "*problem rows keys"]:
-    """Return which pairs of a query row and a key survive, given their hash words and the threshold of `Pairs`."""
+    """Return which pairs of a query row and a key survive, given their hash words."""
     a, b = queries[..., 0, None], queries[..., 1, None]
     x = a ^ keys.unsqueeze(-2)
     x = _shift_xor(x, 16).mul_(_FIRST)

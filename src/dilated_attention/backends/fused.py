@@ -23,12 +23,13 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
 from dilated_attention import torch_internals
-from dilated_attention.backends.dropout import Pairs
+from dilated_attention.backends.dropout import factor, survives, threshold
 from dilated_attention.merge import running
+from dilated_attention.scores import Scores
 from dilated_attention.torch_internals import constant_when_traced
 
 Queries = Float[Tensor, "batch heads queries dim"]
@@ -42,44 +43,58 @@ _CHUNK_OF_ACCELERATORS = 1 << 24
 """The number on accelerators, where every chunk costs a dozen kernel launches: 64 MiB per temporary. Not measured."""
 
 
-class Scores(NamedTuple):
-    """Hold the settings of the scores: how a call computes its score entries.
+class Pairs(NamedTuple):
+    """Hold the hash words of dropout (`dropout.survives`), two per query and one per key, for independent problems."""
+
+    queries: Int32[Tensor, "problems heads rows 2"]
+    keys: Int32[Tensor, "problems key_heads keys"]
+
+    def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Pairs:
+        its_heads = heads if self.keys.shape[1] > 1 else slice(None)
+        return Pairs(self.queries[problems, heads, rows], self.keys[problems, its_heads, keys])
+
+
+class Settings(NamedTuple):
+    """Hold the settings of a call: how it computes its score entries.
 
     Attributes:
+        scores: numbers; the scale is positive.
         is_causal: query i sees keys up to i. If True, `bias` has one row for all queries.
-        scale: factor of q kᵀ, positive.
         bias: added to scores, 0 or -inf. A row whose every key is masked gives out 0 and lse -inf.
-        pairs: the dropout of these queries and keys; None: no dropout.
-        softcap: c > 0 replaces the scores s by c tanh(s / c); 0: no cap.
+        pairs: the words of these queries and keys if the scores have dropout.
     """
 
-    is_causal: bool
-    scale: float
+    scores: Scores
+    is_causal: bool = False
     bias: Bias | None = None
     pairs: Pairs | None = None
-    softcap: float = 0.0
 
     @property
     def plain(self) -> bool:
         """Return whether only plain matrix products can compute such scores: no fused operator of PyTorch can."""
-        return self.pairs is not None or self.softcap > 0
+        return bool(self.scores.needs)
 
     @property
     def hides(self) -> bool:
         """Return whether a query may see fewer keys than there are."""
         return self.is_causal or self.bias is not None
 
-    def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Scores:
+    def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Settings:
         """Return these settings for some batch elements (`problems`), heads, query rows and keys."""
         bias, pairs = self.bias, self.pairs
         if bias is not None:
             slices = zip((problems, heads, rows), bias.shape, strict=False)
             bias = bias[tuple([x if size > 1 else slice(None) for x, size in slices])][..., keys]
-        return self._replace(bias=bias, pairs=None if pairs is None else pairs.part(problems, heads, rows, keys))
+        if pairs is not None:
+            pairs = pairs.part(problems, heads, rows, keys)
+        return self._replace(bias=bias, pairs=pairs)
 
     def drop(self, p: Tensor) -> Tensor:
         """Apply dropout in place to p, the softmax weights or their gradient, and return it."""
-        return p if self.pairs is None else self.pairs.drop(p)
+        if self.pairs is None:
+            return p
+        probability = self.scores.dropout_p
+        return p.mul_(survives(*self.pairs, threshold(probability))).mul_(factor(probability))
 
 
 class Merged(NamedTuple):
@@ -126,22 +141,22 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def forward(scores: Scores, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
+def forward(settings: Settings, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
     """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head), with the causality, softcap and
-    dropout of `scores`."""
-    out, lse = _forward(scores, q, k, v)
-    return (out, lse) if not scores.hides or _is_finite(out) else _forward_of_finite(scores, q, k, v)
+    dropout of `settings`."""
+    out, lse = _forward(settings, q, k, v)
+    return (out, lse) if not settings.hides or _is_finite(out) else _forward_of_finite(settings, q, k, v)
 
 
-def _forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    bias = scores.bias
+def _forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    bias = settings.bias
     kind = _kind(q, k, bias)
-    if kind == "plain" or scores.plain:
-        return _plain_forward(scores, q, k, v)
-    out, lse = _fused_forward(kind, scores, q, k, v)
+    if kind == "plain" or settings.plain:
+        return _plain_forward(settings, q, k, v)
+    out, lse = _fused_forward(kind, settings, q, k, v)
     if bias is not None:  # the operators disagree about empty rows
         seen = bias == 0
-        if scores.is_causal:  # the rows behind the last key see them all
+        if settings.is_causal:  # the rows behind the last key see them all
             rows = torch.arange(lse.shape[-1], device=lse.device).clamp(max=seen.shape[-1] - 1)
             seen = seen.squeeze(-2).cumsum(-1)[..., rows] > 0
         else:
@@ -152,21 +167,21 @@ def _forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     return out, lse
 
 
-def backward(scores: Scores, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
+def backward(settings: Settings, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
     """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse), and with
-    the causality, softcap and dropout of `scores`. lse must not be -inf."""
-    gradients = _backward(scores, merged, q, k, v)
-    if not scores.hides or all(map(_is_finite, gradients)):
+    the causality, softcap and dropout of `settings`. lse must not be -inf."""
+    gradients = _backward(settings, merged, q, k, v)
+    if not settings.hides or all(map(_is_finite, gradients)):
         return gradients
-    return _backward_of_finite(scores, merged, q, k, v)
+    return _backward_of_finite(settings, merged, q, k, v)
 
 
-def _backward(scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if scores.plain or _kind(q, k, scores.bias) == "plain":
-        return _plain_backward(scores, merged, q, k, v)
+def _backward(settings: Settings, merged: Merged, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if settings.plain or _kind(q, k, settings.bias) == "plain":
+        return _plain_backward(settings, merged, q, k, v)
     width = 8 if q.device.type == "cuda" else 1  # the operators of CUDA want a head_dim that 8 divides
     wider = append_column(merged, q, k, v, width)
-    gradients = _fused_backward(_kind(*wider[1:3], scores.bias), scores, *wider)
+    gradients = _fused_backward(_kind(*wider[1:3], settings.bias), settings, *wider)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
     return dq, dk, dv
 
@@ -176,38 +191,38 @@ def _is_finite(x: Tensor) -> bool:
     return x.device.type != "cpu" or math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
-def _forward_of_finite(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward_of_finite(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `forward` with zeros for what is not finite, and write NaN in the rows that such a number belongs to."""
     bad_q, bad_k, bad_v = _bad_rows(q), _bad_rows(k), ~v.isfinite()
     tensors = q.masked_fill(bad_q, 0.0), k.masked_fill(bad_k, 0.0), v.masked_fill(bad_v, 0.0)
-    out, lse = _forward(scores, *tensors)
+    out, lse = _forward(settings, *tensors)
     if not _is_finite(out):  # the score of a hidden key overflows: these products replace it, the operators add -inf
-        out, lse = _plain_forward(scores, *tensors)
-    bad = bad_q | _sees(scores, q, bad_k.expand_as(k))
+        out, lse = _plain_forward(settings, *tensors)
+    bad = bad_q | _sees(settings, q, bad_k.expand_as(k))
     lse.masked_fill_(bad[..., 0], torch.nan)
-    out.masked_fill_(bad | _sees(scores, q, bad_v), torch.nan)
+    out.masked_fill_(bad | _sees(settings, q, bad_v), torch.nan)
     return out, lse
 
 
 def _backward_of_finite(
-    scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Tensor
+    settings: Settings, merged: Merged, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `backward` with zeros for what is not finite, and write NaN in the sums that such a number belongs to."""
     bad_keys = _bad_rows(k) | _bad_rows(v)
     bad_p = _bad_rows(q) | _bad_rows(merged.lse.unsqueeze(-1))
-    bad = bad_p | _bad_rows(merged.dout) | _bad_rows(merged.out) | _sees(scores, q, bad_keys.expand_as(k))
+    bad = bad_p | _bad_rows(merged.dout) | _bad_rows(merged.out) | _sees(settings, q, bad_keys.expand_as(k))
     if merged.dlse is not None:
         bad = bad | _bad_rows(merged.dlse.unsqueeze(-1))
     part = merged.views(lambda x: x.masked_fill(bad if x.dim() == 4 else bad[..., 0], 0.0))
     tensors = q.masked_fill(bad, 0.0), k.masked_fill(bad_keys, 0.0), v.masked_fill(bad_keys, 0.0)
-    gradients = _backward(scores, part, *tensors)
+    gradients = _backward(settings, part, *tensors)
     if not all(map(_is_finite, gradients)):
-        gradients = _plain_backward(scores, part, *tensors)
+        gradients = _plain_backward(settings, part, *tensors)
     dq, dk, dv = gradients
     of_values = bad_p | ~merged.dout.isfinite()
     dq.masked_fill_(bad, torch.nan)
-    dk.masked_fill_(_seen(scores, bad.expand_as(q), k), torch.nan)
-    dv.masked_fill_(_seen(scores, of_values, k), torch.nan)
+    dk.masked_fill_(_seen(settings, bad.expand_as(q), k), torch.nan)
+    dv.masked_fill_(_seen(settings, of_values, k), torch.nan)
     return dq, dk, dv
 
 
@@ -215,26 +230,26 @@ def _bad_rows(x: Tensor) -> Tensor:
     return ~x.isfinite().all(-1, keepdim=True)
 
 
-def _sees(scores: Scores, q: Tensor, marked: Tensor) -> Tensor:
+def _sees(settings: Settings, q: Tensor, marked: Tensor) -> Tensor:
     """Return whether a query sees a marked key, per column of `marked`, (batch, heads, keys, head_dim): whether the
     mean of the marks that it sees is positive."""
     marks = marked.to(q.dtype)
-    means, _ = _forward(_equal(scores), torch.zeros_like(q), torch.zeros_like(marks), marks)
+    means, _ = _forward(_equal(settings), torch.zeros_like(q), torch.zeros_like(marks), marks)
     return means > 0
 
 
-def _seen(scores: Scores, marked: Tensor, k: Tensor) -> Tensor:
+def _seen(settings: Settings, marked: Tensor, k: Tensor) -> Tensor:
     """Return whether a marked query sees a key, per column of `marked`, (batch, heads, queries, head_dim): whether the
     sum of the marks of the queries that see it, its dv for weights of 1, is positive."""
     marks = marked.to(k.dtype)
     nothing, keys = torch.zeros_like(marks), torch.zeros_like(k)
     lse = torch.zeros_like(marks[..., 0], dtype=torch.promote_types(k.dtype, torch.float32))
-    return _backward(_equal(scores), Merged(marks, None, nothing, lse), nothing, keys, keys)[2] > 0
+    return _backward(_equal(settings), Merged(marks, None, nothing, lse), nothing, keys, keys)[2] > 0
 
 
-def _equal(scores: Scores) -> Scores:
+def _equal(settings: Settings) -> Settings:
     """Return settings with which every key that is not hidden has the same score."""
-    return scores._replace(pairs=None, softcap=0.0)
+    return Settings(Scores(settings.scores.scale), settings.is_causal, settings.bias)
 
 
 def append_column(merged: Merged, q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Merged, Tensor, Tensor, Tensor]:
@@ -264,8 +279,8 @@ def aligned(x: Tensor) -> Tensor:
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _fused_forward(kind: str, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    is_causal, scale, bias, *_ = scores
+def _fused_forward(kind: str, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    (scale, *_), is_causal, bias, _ = settings
     if kind == "cpu":
         bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
         return torch_internals.flash_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
@@ -278,9 +293,9 @@ def _fused_forward(kind: str, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def _fused_backward(
-    kind: str, scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Tensor
+    kind: str, settings: Settings, merged: Merged, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    is_causal, scale, bias, *_ = scores
+    (scale, *_), is_causal, bias, _ = settings
     dout, _, out, lse = merged
     if kind == "cpu":
         bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
@@ -305,39 +320,41 @@ def _fused_backward(
     )[:3]
 
 
-def _plain_forward(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _plain_forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     chunk = _chunk(q)
     if q[..., 0].numel() * k.shape[2] <= chunk:
-        part, lse = _plain_part(scores, q, k, v)
+        part, lse = _plain_part(settings, q, k, v)
         return part.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
     out, lse = (x.transpose(1, 2) for x in running(q.transpose(1, 2), covered=True))
-    for problems, heads, rows, keys in _chunks(q, k, scores.is_causal, chunk):
+    for problems, heads, rows, keys in _chunks(q, k, settings.is_causal, chunk):
         here, there = (problems, heads, rows), (problems, heads, keys)
-        out[here], lse[here] = _plain_part(scores.part(*here, keys), q[here], k[there], v[there], rows.start)
+        out[here], lse[here] = _plain_part(settings.part(*here, keys), q[here], k[there], v[there], rows.start)
     return out, lse
 
 
-def _plain_part(scores: Scores, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+def _plain_part(settings: Settings, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
     """Return out, in single precision at least, and lse by plain products. `first`: the number of q's first query."""
-    s, _ = _formed(scores, q, k, first)
+    s, _ = _formed(settings, q, k, first)
     lse = s.logsumexp(-1)
     p = s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
-    return scores.drop(p) @ v.to(p.dtype), lse
+    return settings.drop(p) @ v.to(p.dtype), lse
 
 
-def _plain_backward(scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(
+    settings: Settings, merged: Merged, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     dout, dlse, out, lse = merged
     delta = (dout.to(lse.dtype) * out).sum(-1)
     if dlse is not None:
         delta -= dlse
     chunk = _chunk(q)
     if q[..., 0].numel() * k.shape[2] <= chunk:
-        return _plain_gradients(scores, dout, delta, q, k, v, lse)
+        return _plain_gradients(settings, dout, delta, q, k, v, lse)
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
-    for problems, heads, rows, keys in _chunks(q, k, scores.is_causal, chunk):
+    for problems, heads, rows, keys in _chunks(q, k, settings.is_causal, chunk):
         here, there = (problems, heads, rows), (problems, heads, keys)
         part_q, part_k, part_v = _plain_gradients(
-            scores.part(*here, keys), dout[here], delta[here], q[here], k[there], v[there], lse[here], rows.start
+            settings.part(*here, keys), dout[here], delta[here], q[here], k[there], v[there], lse[here], rows.start
         )
         dq[here] = part_q
         dk[there] += part_k
@@ -346,17 +363,17 @@ def _plain_backward(scores: Scores, merged: Merged, q: Tensor, k: Tensor, v: Ten
 
 
 def _plain_gradients(
-    scores: Scores, dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: int = 0
+    settings: Settings, dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, in single precision at least. `delta`: rowsum(dout · out) - dlse; `first`: as in
     `_plain_part`."""
     dout, q, k, v = (x.to(lse.dtype) for x in (dout, q, k, v))
-    s, slope = _formed(scores, q, k, first)
+    s, slope = _formed(settings, q, k, first)
     p = s.sub_(lse.unsqueeze(-1)).exp_()
-    ds = scores.drop(dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(p).mul_(scores.scale)
+    ds = settings.drop(dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(p).mul_(settings.scores.scale)
     if slope is not None:
         ds.mul_(slope)
-    return ds @ k, ds.mT @ q, scores.drop(p).mT @ dout
+    return ds @ k, ds.mT @ q, settings.drop(p).mT @ dout
 
 
 def _chunk(q: Tensor) -> int:
@@ -378,18 +395,20 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
                 yield slice(problem, problem + sizes[2]), slice(head, head + sizes[1]), slice(row, stop), seen
 
 
-def _formed(scores: Scores, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
+def _formed(settings: Settings, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
     """Return the scores of q and k, capped and masked, in single precision at least, and the softcap's derivative at
     each, or None without a softcap. `first`: as in `_plain_part`."""
     statistic = torch.promote_types(q.dtype, torch.float32)
-    s, slope = (q.to(statistic) @ k.to(statistic).mT).mul_(scores.scale), None
-    if scores.softcap:
-        s = s.div_(scores.softcap).tanh_()
+    scale, cap, _ = settings.scores
+    s = (q.to(statistic) @ k.to(statistic).mT).mul_(scale)
+    slope = None
+    if cap:
+        s = s.div_(cap).tanh_()
         slope = 1 - s.square()
-        s = s * scores.softcap
-    if scores.bias is not None:
-        s = s.masked_fill(scores.bias != 0, -torch.inf)
-    if scores.is_causal:
+        s = s * cap
+    if settings.bias is not None:
+        s = s.masked_fill(settings.bias != 0, -torch.inf)
+    if settings.is_causal:
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1 + first)
         s = s.masked_fill(future, -torch.inf)
     return s, slope

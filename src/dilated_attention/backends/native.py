@@ -8,7 +8,7 @@ output. If the first group covers the whole sequence, the result of its call *is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dilated_attention.backends import blocks, fused
-from dilated_attention.backends.dropout import Dropout, Pairs
+from dilated_attention.backends.attributes import Attributes
 from dilated_attention.backends.facts import Facts
-from dilated_attention.backends.fused import Merged, Scores, bias_of
+from dilated_attention.backends.fused import Merged, Pairs, Settings, bias_of
 from dilated_attention.backends.problem import Layouts, Problem
 from dilated_attention.cache import lasting, plan_layout
 from dilated_attention.layout import BlockLayout
@@ -130,21 +130,21 @@ class _Tile:
     def bias(self, x: Tensor | None, rows: Rows) -> Tensor | None:
         """View a key bias x, 0 or -inf per key (`bias_of`), as (problems, 1, 1, keys); `rows`: the key rows.
 
-        x is (batch, seq), or (batch, seq, KV heads) with equal values for all heads of the tile.
+        x is (batch, seq, KV heads or 1), with equal values for all heads of the tile.
         """
         if x is None:
             return None
-        if x.dim() == 2:
-            return self._view(x.unsqueeze(-1), rows, range(1), 1, 0).unsqueeze(-2)
+        if x.shape[2] == 1:
+            return self._view(x, rows, range(1), 1, 0).unsqueeze(-2)
         return self._view(x, rows, self.k_heads[:1], 1, 1).unsqueeze(-2)
 
-    def pairs(self, dropout: Dropout | None, group: StridedGroup, k: Tensor) -> Pairs | None:
-        """Return the dropout of this tile's queries and keys in `group`; None without dropout. Hash words of keys are
+    def pairs(self, attributes: Attributes, group: StridedGroup, k: Tensor) -> Pairs | None:
+        """Return the hash words of this tile's queries and keys in `group`; None without dropout. Those of keys are
         expanded to the batch, tokens and heads of `k`."""
-        if dropout is None:
+        if "words" not in attributes.queries:
             return None
-        words = self.queries(dropout.queries, group.queries), self.keys(dropout.keys.expand(k.shape[:3]), group.keys)
-        return Pairs(dropout.threshold, dropout.factor, *words)
+        keys = attributes.keys["words"].expand(k.shape[:3])
+        return Pairs(self.queries(attributes.queries["words"], group.queries), self.keys(keys, group.keys))
 
     def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
         """Return the layout inside the group's segments, for this tile's batch elements and query heads."""
@@ -293,16 +293,23 @@ class _Whole:
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.problem = problem
         self.q, self.k, self.v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-        self.bias = None if problem.hidden is None else bias_of(problem.hidden, q.dtype)
+        hidden = problem.hidden
+        self.bias = None if hidden is None else bias_of(hidden.expand(len(q), -1, -1), q.dtype)
         groups = problem.plan.groups if q.numel() else ()
         self.groups = groups if problem.layouts else tuple([part for group in groups for part in _cut(group)])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return every tensor that tiles view: q, k, v, the bias of the key mask, and the hash words of dropout."""
-        dropout = self.problem.dropout
-        words = () if dropout is None else (dropout.queries, dropout.keys.expand(self.k.shape[:3]))
-        return tuple(x for x in (self.q, self.k, self.v, self.bias, *words) if x is not None)
+        """Return every tensor that tiles view: q, k, v, the bias of the key mask, and the attributes of queries.
+
+        Those of keys are views or expanded like k.
+        """
+        found = [self.q, self.k, self.v, *self.problem.attributes.queries.values()]
+        if self.bias is not None:
+            found.append(self.bias)
+        if "words" in self.problem.attributes.keys:
+            found.append(self.problem.attributes.keys["words"].expand(self.k.shape[:3]))
+        return tuple(found)
 
     def tiles(
         self, groups: tuple[StridedGroup, ...], tensors: tuple[Tensor, ...], head_dim: int
@@ -326,25 +333,25 @@ class _Whole:
                     whole = _Tile(batch, segment, residue, q_heads, k_heads, ratio)
                     yield from ((group, tile) for tile in whole.cut(-(-rows * row_bytes // limit), most))
 
-    def _scores(self, group: StridedGroup, tile: _Tile) -> Scores:
+    def _settings(self, group: StridedGroup, tile: _Tile) -> Settings:
         problem, bias = self.problem, tile.bias(self.bias, group.keys)
-        pairs = tile.pairs(problem.dropout, group, self.k)
+        pairs = tile.pairs(problem.attributes, group, self.k)
         if pairs is not None and problem.layouts is not None:
-            pairs = replace(pairs, queries=_every_row(pairs.queries, group))
+            pairs = pairs._replace(queries=_every_row(pairs.queries, group))
         causal = group.low is None and group.high == 0
         if group.banded and not causal:
             band = bias_of(_hidden(group, self.q.device), self.q.dtype)
             bias = band if bias is None else bias + band
-        return Scores(causal, problem.scale, bias, pairs, problem.softcap)
+        return Settings(problem.scores, causal, bias, pairs)
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
         """Return out and lse of a tile, `(problems, heads, rows, ...)`; `group`: the group that it is cut from."""
         q, *keys = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
-        scores, layouts = self._scores(group, tile), self.problem.layouts
+        settings, layouts = self._settings(group, tile), self.problem.layouts
         if layouts is not None:
-            out, lse = blocks.forward(tile.layout(layouts, group), scores, _every_row(q, group), *keys)
+            out, lse = blocks.forward(tile.layout(layouts, group), settings, _every_row(q, group), *keys)
             return out.narrow(2, group.ahead, group.queries.count), lse.narrow(2, group.ahead, group.queries.count)
-        out, lse = fused.forward(scores, q, *keys)
+        out, lse = fused.forward(settings, q, *keys)
         if group.phantoms:
             add_phantoms(out, lse, group.phantoms)
         return out, lse
@@ -354,12 +361,12 @@ class _Whole:
         whole call."""
         part = merged.views(lambda x: tile.queries(x, group.queries))
         q, *keys = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
-        scores, layouts = self._scores(group, tile), self.problem.layouts
+        settings, layouts = self._settings(group, tile), self.problem.layouts
         if layouts is not None:
             part = part.views(lambda x: _every_row(x, group))
-            dq, dk, dv = blocks.backward(tile.layout(layouts, group), scores, part, _every_row(q, group), *keys)
+            dq, dk, dv = blocks.backward(tile.layout(layouts, group), settings, part, _every_row(q, group), *keys)
             return dq.narrow(2, group.ahead, group.queries.count), dk, dv
-        return fused.backward(scores, part, q, *keys)
+        return fused.backward(settings, part, q, *keys)
 
 
 def forward(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxtyping import Bool
 from torch import Tensor
 
-from dilated_attention.backends.dropout import Dropout
+from dilated_attention.backends.attributes import NO_ATTRIBUTES, Attributes
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan
+from dilated_attention.scores import Scores
 
-Hidden = Bool[Tensor, "batch keys"] | Bool[Tensor, "batch keys kv_heads"]
 Layouts = dict[int, BlockLayout]
 Repeat = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function that repeats a forward: it returns out and lse of q, k and v of one shape, dtype, device, strides and
@@ -27,17 +26,18 @@ class Problem:
     """Hold everything that a backend needs besides its tensors.
 
     Attributes:
-        scale: factor of the scores, positive (`call.split_scale`).
-        hidden: True for a key that no query sees; per KV head if keys received from other ranks differ by head.
+        scores: the numbers of the scores, with a positive scale (`Scores.split`).
+        attributes: what else is read per token; heads of keys differ where keys were received from other ranks.
         layouts: the block layout inside a segment, for each number of keys that a segment has; on the device of q, and
             causal if the call is. None where every key of a segment is seen.
-        softcap: c > 0 replaces the scores s by c tanh(s / c); 0: scores stay.
-        dropout: which pairs of query and key survive; None where all do.
     """
 
     plan: Plan
-    scale: float
-    hidden: Hidden | None = None
+    scores: Scores
+    attributes: Attributes = NO_ATTRIBUTES
     layouts: Layouts | None = None
-    dropout: Dropout | None = None
-    softcap: float = 0.0
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Return which keys no query sees, `(batch or 1, keys, KV heads or 1)`; None: all are seen."""
+        return self.attributes.keys.get("hidden")

@@ -19,9 +19,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dilated_attention.backends.dropout import Dropout, survives
+from dilated_attention.backends.attributes import Attributes
+from dilated_attention.backends.dropout import survives, threshold
 from dilated_attention.backends.facts import Facts
 from dilated_attention.plan import ALL, WHOLE
+from dilated_attention.scores import Scores
 
 MAX_BYTES = 2 * 1024**3  # of a count matrix
 
@@ -125,21 +127,19 @@ def attend(
     k: Float[Tensor, "batch keys kv_heads head_dim"],
     v: Float[Tensor, "batch keys kv_heads value_dim"],
     counts: Int[Tensor, "*#samples kv_heads queries keys"],
+    scores: Scores,
     *,
-    scale: float,
-    softcap: float = 0.0,
     phantoms: Int[Tensor, "*#samples kv_heads queries"] | None = None,
     keep: Bool[Tensor, "batch heads queries keys"] | None = None,
-    dropout_p: float = 0.0,
 ) -> tuple[Float[Tensor, "batch queries heads value_dim"], Float[Tensor, "batch queries heads"]]:
     """Compute a softmax over keys counted with multiplicity: P = c exp(s) / Σ c exp(s).
 
     Args:
         q, k, v: query head h attends with KV head h // (heads / kv_heads).
         counts: c, of any pattern; the batch may be left out.
-        scale, softcap: s = scale · q·k; a softcap c > 0 replaces s by c tanh(s / c).
+        scores: how s is made of q·k.
         phantoms: further keys per query with score 0 and value 0.
-        keep, dropout_p: dropout after the softmax: out = Σ P keep v / (1 - dropout_p); lse stays.
+        keep: which pairs survive dropout after the softmax: out = Σ P keep v / (1 - dropout_p); lse stays.
 
     Returns:
         out in q's dtype and lse, natural logarithm, in float32 (float64 for float64), both rounded once from float64. A
@@ -147,6 +147,7 @@ def attend(
         reaches into NaN: one in q its row, one in k the rows that see it, one in v their out, and their gradients.
     """
     kv_heads = k.shape[2]
+    scale, cap, dropout_p = scores
     query, key, value = (x.to(torch.float64) for x in (q, k, v))
     counts = counts.to(q.device)[(None,) * (4 - counts.ndim)]
     if phantoms is not None:
@@ -159,8 +160,8 @@ def attend(
     # A product with a weight of 0 must not carry NaN where nothing is seen: only finite numbers are multiplied.
     finite_query, finite_key, finite_value = (torch.where(x.isfinite(), x, 0.0) for x in (query, key, value))
     score = scale * torch.einsum("bnhgd,bmhd->bhgnm", finite_query.unflatten(2, (kv_heads, -1)), finite_key)
-    if softcap:
-        score = softcap * (score / softcap).tanh()
+    if cap:
+        score = cap * (score / cap).tanh()
     nan_query = ~query.isfinite().all(-1).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)
     nan_key = ~key.isfinite().all(-1).permute(0, 2, 1)
     score = score + torch.where(nan_query[..., None] | nan_key[:, :, None, None], torch.nan, 0.0)
@@ -250,10 +251,9 @@ def reference_attention(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     table: Sequence[Sequence[int]],
+    scores: Scores | None = None,
     *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout: Dropout | None = None,
+    attributes: Attributes | None = None,
     **of_counts: Any,
 ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq heads"]]:
     """Compute dilated attention from the definition: out and lse as `attend` returns them.
@@ -261,21 +261,20 @@ def reference_attention(
     Args:
         segment_lengths, dilation_rates, table, of_counts: the arguments of `batch_counts`. Rows that are not computed
             get out = 0 and lse = -inf.
-        scale: 1/√head_dim unless given.
-        softcap: as for `attend`.
-        dropout: which pairs survive, and the probability that one does not.
+        scores: as for `attend`; default: a scale of 1/√head_dim.
+        attributes: hold the hash words if the scores have dropout.
     """
     counts, phantoms = batch_counts(
         q.shape[0], q.shape[1], segment_lengths, dilation_rates, table, num_keys=k.shape[1], **of_counts
     )
     keep = None
-    if dropout is not None:
-        keys = dropout.keys.expand(k.shape[1:3]).repeat_interleave(q.shape[2] // k.shape[2], 1)
-        keep = survives(dropout.queries.transpose(1, 2), keys.T[None], dropout.threshold)
-    return attend(
-        q, k, v, counts, scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, phantoms=phantoms,
-        keep=keep, dropout_p=0.0 if dropout is None else dropout.probability,
-    )  # fmt: skip
+    if scores is None:
+        scores = Scores(q.shape[-1] ** -0.5)
+    if scores.dropout_p:
+        assert attributes is not None
+        keys = attributes.keys["words"].expand(1, *k.shape[1:3]).repeat_interleave(q.shape[2] // k.shape[2], 2)
+        keep = survives(attributes.queries["words"].transpose(1, 2), keys.transpose(1, 2), threshold(scores.dropout_p))
+    return attend(q, k, v, counts, scores, phantoms=phantoms, keep=keep)
 
 
 def refusal(facts: Facts) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import tiles
+from dilated_attention.backends import dropout, tiles
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import MOST_PREPARED, Layouts, Problem, Repeat
 from dilated_attention.cache import plan_cache
@@ -304,7 +304,7 @@ class Launch:
         heads = q if side_of(self.kernel) == "queries" else k
         programs = len(self.table.lines) * q.shape[0] * (heads.shape[2] // k.shape[2])
         settled = _numbers(tensors, problem) | self._of_lists(problem.layouts, tensors["INDPTR"], q)
-        plain = self.kernel == "forward" and not problem.softcap and tensors["HIDDEN"] is tensors["WQ"] is None
+        plain = self.kernel == "forward" and not problem.scores.needs and tensors["HIDDEN"] is None
         if plain and programs >= LEAST_BOXED and (hopper := _hopper(q.device)) is not None:
             v = tensors["V"]
             if hopper.fits(self.table, self.shape, q, k, v):
@@ -362,18 +362,16 @@ class _Launches:
         """Return each launch, in order, with its tensors, in the order of its names.
 
         Args:
-            problem: gives the scale, softcap, mask, dropout and the layouts, from which the lists of blocks are taken.
+            problem: gives the scores, the attributes and the layouts, from which the lists of blocks are taken.
             tensors: the kernel's other tensors by their names in the kernel, inputs and outputs.
             chain: backward: whether to add to the float32 gradients that the outputs hold, instead of writing them.
                 None, for a forward: whether some tile continues the out and lse that an earlier launch wrote.
         """
-        hidden, dropout = problem.hidden, problem.dropout
-        whole = (
-            *tensors.values(),
-            None if hidden is None else hidden.contiguous().view(torch.uint8),
-            None if dropout is None else dropout.queries.contiguous(),
-            None if dropout is None else dropout.keys,
-        )
+        hidden, of_queries = problem.hidden, problem.attributes.queries
+        if hidden is not None:
+            hidden = hidden[..., 0].expand(len(tensors["Q"]), -1).contiguous().view(torch.uint8)
+        words = of_queries["words"].contiguous() if of_queries else None
+        whole = (*tensors.values(), hidden, words, problem.attributes.keys.get("words"))
         each = [(*whole, *launch.lists(problem.layouts)) for launch in self.launches]
 
         def settle() -> tuple[Bound, ...]:
@@ -383,15 +381,15 @@ class _Launches:
 
         q, k, lists = tensors["Q"], tensors["K"], [x for of_launch in each for x in of_launch[-2:] if x is not None]
         also = (
-            problem.scale, problem.softcap, dropout and dropout.probability, chain, q.dtype, _precision(q.dtype),
-            WIDE_FROM, q.shape, k.shape, *[x.shape for x in lists[::2]],
+            problem.scores, chain, q.dtype, _precision(q.dtype), WIDE_FROM, q.shape, k.shape,
+            *[x.shape for x in lists[::2]],
         )  # fmt: skip
         return [*zip(_bound(self.bound, (*whole, *lists), also, settle), each, strict=True)]
 
 
 def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
     plan, layouts = problem.plan, problem.layouts
-    masked = problem.dropout is not None or problem.hidden is not None or problem.softcap > 0
+    masked = bool(problem.scores.needs) or problem.hidden is not None
     if not plan.groups or not q.numel():
         return _Launches(plan, ())
     blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
@@ -464,15 +462,19 @@ def _numbers(tensors: Tensors, problem: Problem) -> dict[str, Any]:
     steps = {
         f"{x}s{axis}": n for x, three in zip(named, strides, strict=True) for axis, n in zip("bnh", three, strict=True)
     }
-    threshold, factor, (wsn, wsh) = 0, 1.0, (0, 0)
-    if (dropout := problem.dropout) is not None:
-        threshold, factor, (wsn, wsh) = dropout.threshold, dropout.factor, dropout.key_strides
+    scale, cap, dropout_p = problem.scores
+    of_words = {"threshold": 0, "keep_scale": 1.0, "wsn": 0, "wsh": 0}
+    if dropout_p:
+        words = problem.attributes.keys["words"]
+        of_words["threshold"] = dropout.threshold(dropout_p)
+        of_words["keep_scale"] = dropout.factor(dropout_p)
+        of_words["wsn"] = words.stride(1)
+        of_words["wsh"] = words.stride(2) if words.shape[2] > 1 else 0
     # Beyond these bounds, the cap or a score divided by it would be 0 or infinite in single precision.
-    softcap = max(2.0**-100, min(problem.softcap, 2.0**100)) if problem.softcap else None
-    return steps | {
-        "threshold": threshold, "keep_scale": factor, "wsn": wsn, "wsh": wsh, "scale": problem.scale,
-        "softcap": softcap, "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads, "G": heads // kv_heads,
-        "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
+    bounded = max(2.0**-100, min(cap, 2.0**100)) if cap else None
+    return steps | of_words | {
+        "scale": scale, "softcap": bounded, "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads,
+        "G": heads // kv_heads, "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dilated_attention import Dilated
 from dilated_attention.models.configuration import MOST_TOKENS, LongNetConfig
-from dilated_attention.plumbing import Mesh, checks, fused, merge_into, progressions, summed_over
+from dilated_attention.plumbing import Mesh, Scores, checks, fused, merge_into, progressions, summed_over
 
 # Scale lengths between a position and the origin of xPos before the cached keys move to a nearer origin: keys then
 # grow by at most 3.5^4, and a move is needed once per that many tokens.
@@ -215,7 +215,7 @@ class _Layer:
                         keys[samples, held, row] = k[samples, 0, heads_]
                         values[samples, held, row] = v[samples, 0, heads_]
                     part, part_lse = fused.forward(
-                        fused.Scores(False, head_dim**-0.5),
+                        fused.Settings(Scores(head_dim**-0.5)),
                         grouped[samples, heads_],
                         keys[samples, held, seen],
                         values[samples, held, seen],

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention import checks
-from dilated_attention.backends.dropout import dropout_of, survives
+from dilated_attention.backends.dropout import key_words, query_words, survives, threshold
 from dilated_attention.decoding import first_token_attention
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.mesh import held_mesh
@@ -200,10 +200,11 @@ class ShardDropout:
         """
         tokens = torch.arange(self.start, self.start + x.shape[1], device=x.device)
         channels = torch.arange(x.shape[2], device=x.device)[:, None]
-        words = dropout_of(p, self.seed, x.shape[0], 1, tokens, channels, _PLACES * self.layer + place)
-        if words is None:
+        if not p:
             return x
-        return x * survives(words.queries[:, :, 0], words.keys[:, 0], words.threshold) / (1 - p)
+        queries = query_words(self.seed, x.shape[0], 1, tokens, _PLACES * self.layer + place)
+        keys = key_words(self.seed, channels)
+        return x * survives(queries[:, :, 0], keys[0, :, 0], threshold(p)) / (1 - p)
 
 
 class TransformerBlock(nn.Module):

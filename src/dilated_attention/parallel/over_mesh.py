@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from dilated_attention.backends.dropout import dropout_of
+from dilated_attention.backends.attributes import Attributes, attributes_of
 from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.call import Call, Shards
@@ -75,7 +75,7 @@ class _Plan:
         shards, _, edges = _mesh(call)
         shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
         given = call.key_padding_mask is not None, shards.sinks, shards.gradients
-        scores = call.scale, call.softcap, *given, call.dropout_p, call.first_head, shards.widths
+        scores = call.scores, *given, call.first_head, shards.widths
         rows = edges, len(shards.bounds), shards.samples, shards.lengths, shards.transport
         key = ("over mesh", call.branches, call.layouts, call.is_causal, shape, scores, rows)
         return plan_cache.get(key, lambda: cls._make(call, shape))
@@ -107,11 +107,9 @@ class _Plan:
             "first_head": call.first_head,
             "head_dim": shards.widths,
             "dtype": shape.dtype,
-            "scale": call.scale,
-            "softcap": call.softcap,
+            **call.scores._asdict(),
             "key_padding_mask": "None" if call.key_padding_mask is None else "given",
             "sinks": "given" if shards.sinks else "None",
-            "dropout_p": call.dropout_p,
             "transport": transport,
             "gradients": "on" if shards.gradients else "off",
         }
@@ -194,31 +192,28 @@ class _Compute:
 
         Args:
             queries: the token of each row of q.
-            keys: the token of each row of k, or of each row and head of k.
+            keys: the token of each row and head of k, `(rows, heads or 1)`.
             layouts: block layouts inside segments, by their length in rows; empty without block layouts.
             head: the index of q's first head among the call's heads.
         """
-        call, dropped = self.call, None
-        if self.seed is not None:
-            rows = keys if keys.dim() == 2 else keys[:, None]
-            first = call.first_head + head
-            dropped = dropout_of(call.dropout_p, self.seed, q.shape[0], q.shape[2], queries, rows, first)
         hidden = None if self.hidden is None else self.hidden[:, keys]
-        return Problem(plan, call.positive_scale, hidden, layouts or None, dropped, call.softcap)
+        attributes = attributes_of(
+            len(q), q.shape[2], queries, keys, hidden=hidden, seed=self.seed, first_head=self.call.first_head + head
+        )
+        return Problem(plan, self.call.backend_scores, attributes, layouts or None)
 
     def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
         """Return the problem over all tokens for the heads of `q`, which this rank computes (`Ulysses`)."""
         tokens, first = torch.arange(q.shape[1], device=q.device), heads.link.rank * q.shape[2]
-        return self.problem(heads.plan, q, tokens, tokens, heads.layouts, first)
+        return self.problem(heads.plan, q, tokens, tokens[:, None], heads.layouts, first)
 
     def _problem(self, part: parts.Part) -> Problem:
         if part.queries is None:
-            keys = self.tokens if part.tokens is None else part.tokens
+            keys = self.tokens[:, None] if part.tokens is None else part.tokens
             return self.problem(part.plan, self.q, self.tokens, keys, self.layouts)
         layout, hidden = part.queries.layout, part.queries.hidden
-        hidden = None if hidden is None else hidden.expand(self.q.shape[0], -1)
-        layouts = {layout.seq_len: layout}
-        return Problem(part.plan, self.call.positive_scale, hidden, layouts, softcap=self.call.softcap)
+        of_keys = {} if hidden is None else {"hidden": hidden[None, :, None]}
+        return Problem(part.plan, self.call.backend_scores, Attributes({}, of_keys), {layout.seq_len: layout})
 
     def forward(self, part: parts.Part, state: State | None) -> State:
         """Compute a part and return the running (out, lse) `state` with it merged in. None: it is the first part."""

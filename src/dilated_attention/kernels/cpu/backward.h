@@ -61,7 +61,7 @@ class BackwardDq {
   const Operands<Arithmetic> shape;
   const int64_t own;
   const Kept kept;
-  const Scaling scaling{call};
+  const Scaling scaling{call.scores};
 
   void compute(const Task &task, const Task &next, float *memory) const {
     Parts parts(memory + kept.floats());
@@ -111,7 +111,7 @@ class BackwardDq {
         scaling.capped ? attend(std::true_type()) : attend(std::false_type());
       }
     });
-    for (int i = 0; i < tile.rows; i++) lse[i] = float(call.scale);
+    for (int i = 0; i < tile.rows; i++) lse[i] = float(call.scores.scale);
     with_gradient([&](auto rows, bool add) { shape.write_sums(dq, lse, rows, token, tile.rows, add); });
   }
 };
@@ -148,7 +148,7 @@ class BackwardDkdv {
   const Operands<Arithmetic> shape;
   const int64_t own;
   const Kept kept;
-  const Scaling scaling{call};
+  const Scaling scaling{call.scores};
 
   void compute(const Task &task, const Task &next, float *memory) const {
     Parts parts(memory + kept.floats());
@@ -247,7 +247,7 @@ class BackwardDkdv {
       with_gradient(gradient,
                     [&](auto rows, bool add) { shape.write_sums(sums, factor, rows, token, held.count, add); });
     };
-    write(dk, float(call.scale), call.dk);
+    write(dk, float(call.scores.scale), call.dk);
     write(dv, 1, call.dv);
   }
 
@@ -256,7 +256,7 @@ class BackwardDkdv {
       for (int64_t d = 0; d < call.D; d += WIDTH) {
         Float32 *row = to[chunk.token[j]] + d;
         const Lanes x = load(dq + j * shape.columns + d);
-        store(row, multiply_add(x, all(float(call.scale)), load(row, call.D - d)), call.D - d);
+        store(row, multiply_add(x, all(float(call.scores.scale)), load(row, call.D - d)), call.D - d);
       }
   }
 };

@@ -21,6 +21,11 @@
 #pragma once
 #include <cstdint>
 
+// The numbers of the scores, as in scores.py; 0 turns softcap and dropout off.
+struct Scores {
+  double scale, softcap, dropout_p;
+};
+
 struct Call {
   const void *q, *k, *v, *dout;     // (B, N or M, heads, D), rows dense
   void *out;                        // (B, N, H * G, D), contiguous
@@ -41,5 +46,6 @@ struct Call {
   int64_t add_dq, add_dkdv;  // whether launches add up, in float32; else one launch writes, in the dtype of q
   int64_t few;               // whether tiles have few rows (few.h); `own` is then the most rows of a job
   int64_t threads;
-  double scale, softcap, keep_scale;  // softcap: 0 for none
+  double keep_scale;  // 1 / (1 - dropout_p)
+  Scores scores;
 };

@@ -154,7 +154,7 @@ class Few {
   const Call &call;
   const Inputs<Element> inputs{call};
   const int64_t G, heads, D, columns;
-  const Scaling scaling{call};
+  const Scaling scaling{call.scores};
 
   void clear(float *row) const {
     for (int64_t d = 0; d < columns; d += WIDTH) store(row + d, zeros());
@@ -317,7 +317,7 @@ class Few {
 
     for (int64_t i = 0; i < rows; i++) {
       const Row &row = held.rows[i / G];
-      write_gradient(dq + i * columns, float(call.scale), call.dq, call.add_dq, b, row.head * G + i % G, call.N, heads,
+      write_gradient(dq + i * columns, float(call.scores.scale), call.dq, call.add_dq, b, row.head * G + i % G, call.N, heads,
                      row.token);
     }
   }
@@ -355,7 +355,7 @@ class Few {
 
     for (int64_t x = 0; x < rows; x++) {
       const Row &row = held.rows[x];
-      write_gradient(dk + x * columns, float(call.scale), call.dk, call.add_dkdv, b, row.head, call.M, call.H,
+      write_gradient(dk + x * columns, float(call.scores.scale), call.dk, call.add_dkdv, b, row.head, call.M, call.H,
                      row.token);
       write_gradient(dv + x * columns, 1, call.dv, call.add_dkdv, b, row.head, call.M, call.H, row.token);
     }

@@ -33,7 +33,7 @@ class Forward {
   const Operands<Arithmetic> shape;
   const int64_t own;
   const Kept kept;
-  const Scaling scaling{call};
+  const Scaling scaling{call.scores};
 
   void compute(const Task &task, const Task &next, float *memory) const {
     Parts parts(memory + kept.floats());

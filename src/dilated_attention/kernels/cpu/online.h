@@ -93,10 +93,10 @@ struct Scaling {
   bool capped;
   float scale, inner;
 
-  explicit Scaling(const Call &call) : capped(call.softcap > 0) {
-    const double cap = capped ? std::fmin(call.softcap, 0x1p100) : 1;  // a greater one caps nothing
-    scale = float((capped ? cap : call.scale) * double(LOG2E));
-    inner = float(std::fmin(call.scale / cap, std::numeric_limits<float>::max()));
+  explicit Scaling(const Scores &scores) : capped(scores.softcap > 0) {
+    const double cap = capped ? std::fmin(scores.softcap, 0x1p100) : 1;  // a greater one caps nothing
+    scale = float((capped ? cap : scores.scale) * double(LOG2E));
+    inner = float(std::fmin(scores.scale / cap, std::numeric_limits<float>::max()));
   }
 };
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from dilated_attention.plumbing import Plan, Problem, Rows, StridedGroup, native, triton
+from dilated_attention.plumbing import Plan, Problem, Rows, Scores, StridedGroup, native, triton
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.on_gpu import PAPER
 from dilated_attention_lab.bench.results import Row
@@ -75,7 +75,7 @@ def elsewhere(device: torch.device) -> Iterator[Row]:
 
     def results(backend: Any, inputs: list[Tensor]) -> dict[str, Tensor]:
         q, k, v, dout = inputs
-        problem = Problem(plan, scale=0.125)
+        problem = Problem(plan, Scores(0.125))
         out, lse = backend.forward(problem, q, k, v)
         gradients = backend.backward(problem, dout, lse.cos(), q, k, v, out, lse)
         return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))

@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from dilated_attention.plumbing import Plan, StridedGroup, fused, merge_into
+from dilated_attention.plumbing import Plan, Scores, StridedGroup, fused, merge_into
 from dilated_attention_lab.bench import measure
 from dilated_attention_lab.bench.cases import Case, contender
 from dilated_attention_lab.bench.results import Record, Row
@@ -111,7 +111,9 @@ def attend(strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, plan: Plan, is_c
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for group in plan.groups:
         q_, k_, v_ = (strategy.take(x, group).transpose(1, 2) for x in (q, k, v))
-        part, part_lse = (x.transpose(1, 2) for x in fused.forward(fused.Scores(is_causal, scale), q_, k_, v_))
+        part, part_lse = (
+            x.transpose(1, 2) for x in fused.forward(fused.Settings(Scores(scale), is_causal), q_, k_, v_)
+        )
         if group.first and strategy.put:
             strategy.put(out, group, part)
             strategy.put(lse, group, part_lse)

@@ -1,0 +1,57 @@
+"""Define how a score is made from a query and a key, and what becomes of its weight."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from dilated_attention import checks
+
+_LEAST_SCALE, _GREATEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
+
+
+class Scores(NamedTuple):
+    """Hold the numbers that turn q_i · k_j into a weight of the softmax, from the call to the kernels.
+
+        s_ij = cap(scale q_i · k_j),        cap(s) = softcap tanh(s / softcap)
+
+    Each weight is then dropped with probability dropout_p, and the others are divided by 1 - dropout_p. A softcap of 0
+    and a dropout_p of 0 change nothing.
+
+    A number that is added here reaches every backend and every rank. Kernels in C++ need it in `Scores` of
+    kernels/cpu/call.h, too.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+
+    @classmethod
+    def of(cls, head_dim: int, scale: float | None, softcap: float | None, dropout_p: float) -> Scores:
+        """Check the numbers of a call, and replace those that are not given."""
+        checks.number("scale", scale)
+        checks.probability("dropout_p", dropout_p)
+        if softcap is not None:
+            softcap = checks.positive_number("softcap", softcap)
+        return cls(head_dim**-0.5 if scale is None else float(scale), softcap or 0.0, float(dropout_p))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Return the names of the numbers, other than scale, that change something."""
+        return tuple([name for name in self._fields[1:] if getattr(self, name)])
+
+    def split(self) -> tuple[float, Scores]:
+        """Return (factor, rest): q is multiplied by factor, and backends get rest, whose scale is positive.
+
+        A scale of 0 or below would turn a score of -inf into NaN or +inf. In single precision the scale of rest does
+        not round to 0, and its product with log2 e is finite.
+        """
+        if abs(self.scale) < _LEAST_SCALE:
+            return self.scale, self._replace(scale=1.0)
+        factor = math.copysign(1.0 if abs(self.scale) <= _GREATEST_SCALE else 2.0, self.scale)
+        return factor, self._replace(scale=self.scale / factor)
+
+
+UNIT = Scores(1.0)
