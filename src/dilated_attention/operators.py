@@ -342,21 +342,31 @@ def _in_batch(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Call `run`, which runs an operator, with the dimension that `torch.func.vmap` maps folded into the batch. Raises
     UnsupportedError for a mesh, `cu_seqlens`, lists per batch element, and dropout with one seed for all."""
-    folded = []
+    size = info.batch_size
+    folded: list[Any] = []
     for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
-        if argument.name == "cu_seqlens" and x is not None:
-            raise UnsupportedError("cu_seqlens under torch.func.vmap: samples are packed one after another already")
         if argument.name == "words" and _of_mesh(x):
             raise UnsupportedError("mesh under torch.func.vmap: fold the mapped dimension into the batch")
         if argument.name == "layouts" and any(len(indptr) > 1 for indptr in x[::2]):
             raise UnsupportedError("layout has lists per batch element: under torch.func.vmap they must be shared")
-        if argument.name == "seed" and x is not None:
-            if dim is None:  # pairs are chosen by their place in the batch, which folding changes
-                raise UnsupportedError('dropout under torch.func.vmap: only with randomness="different"')
-            x = x.movedim(dim, 0)[0]
+        if argument.name == "attached":
+            x = [_folded(name, *of_name, size) for name, *of_name in zip(ATTACHED, x, dim, strict=True)]
         elif isinstance(x, Tensor):
-            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            x = x.flatten(0, 1)
+            x = _folded(argument.name, x, dim, size)
         folded.append(x)
-    unfolded = tuple(x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in run(*folded))
+    unfolded = tuple(x.unflatten(0, (size, len(x) // size)) for x in run(*folded))
     return unfolded, (0,) * len(unfolded)
+
+
+def _folded(name: str, x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """Return a tensor of an operator with the dimension `dim`, which vmap maps, folded into its batch."""
+    if x is None:
+        return None
+    if name == "cu_seqlens":
+        raise UnsupportedError("cu_seqlens under torch.func.vmap: samples are packed one after another already")
+    if name == "seed":
+        if dim is None:  # pairs are chosen by their place in the batch, which folding changes
+            raise UnsupportedError('dropout under torch.func.vmap: only with randomness="different"')
+        return x.movedim(dim, 0)[0]
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
