@@ -85,10 +85,10 @@ def part_of_a_layout(q_block: int, k_block: int, is_causal: bool) -> tuple[Plan,
 
     The queries are every second one of 100 tokens, from token 3 on.
     """
-    lists = layout(130, q_block, k_block, is_causal).prefix(130, 37, 82)
+    lists = layout(130, q_block, k_block, is_causal)
     counts = torch.zeros(2, 100, 130, dtype=torch.int32)
     counts[:, 3:93:2] = lists.dense_mask()[0, :, 37:82].int()
-    group = StridedGroup(Rows(3, 90, 1, 2, 45), Rows(0, 130, 1, 1, 130), 0, 2, 1, ahead=37)
+    group = StridedGroup(Rows(3, 90, 1, 2, 45), Rows(0, 130, 1, 1, 130), 0, 2, 1, at=(37, 0))
     return Plan(100, 2, (group,), covered=False, square=False), lists, counts
 
 

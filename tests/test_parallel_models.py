@@ -521,7 +521,7 @@ def test_bad_calls_give_one_clear_error_on_every_rank_before_any_data_moves() ->
         "one rank's lengths": r"rank 1 refused .*: lengths must lie in \[0, 32\], .*; got \[33\]",
         "everyone's lengths": r"^lengths must lie in \[0, 32\], .*; got \[-1\]",
         "one rank's transport": "rank 1 refused .*: transport='ulysses' does not serve this call",
-        "one rank's dropout": "rank 1 refused .*: dropout_p with a sum of block layouts",
+        "one rank's dropout": "rank 1 refused .*: dropout_p with a mesh and a block layout",
         "one rank's sinks": "rank 1 refused .*: sinks must be a floating tensor of 3 logits",
         "backend": "^backend='reference' sees one device",
         "layout": "^layout is for 16 tokens, got seq_len=32",

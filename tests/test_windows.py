@@ -34,6 +34,7 @@ from dilated_attention import (
     operators,
 )
 from dilated_attention.backends import cpu
+from dilated_attention.backends.reference import attend
 from dilated_attention.call import Call
 from dilated_attention.decoding import cached_attention
 from dilated_attention.merge import with_sinks
@@ -41,6 +42,7 @@ from dilated_attention.parallel import exchange_plan, over_mesh, sequence_range,
 from dilated_attention.parallel.comm import Traffic, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.plan import plan_of
+from dilated_attention.scores import Scores
 from tolerances import TOLERANCE, relative_error
 
 BACKENDS = ["native", "reference", *(() if cpu.missing() else ("cpu",))]
@@ -285,8 +287,12 @@ def test_sums_with_layouts():
         Window(5) * layout
     with pytest.raises(ValueError, match="a term of a sum must be"):
         Window(5) + 3
-    with pytest.raises(UnsupportedError, match="dropout_p with a sum of block layouts"):
-        attention(q, k, v, Window(5) + layout, dropout_p=0.1)
+    torch.manual_seed(3)
+    out, lse = attention(q, k, v, Window(5) + layout, dropout_p=0.3, return_lse=True)
+    keep = survivors(q, k, 0.3, 0, 3)
+    wanted = attend(q, k, v, counts.expand(4, -1, -1), Scores(8**-0.5, dropout_p=0.3), keep=keep)
+    torch.testing.assert_close(out, wanted[0])
+    torch.testing.assert_close(lse, wanted[1].transpose(1, 2))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -809,12 +815,48 @@ def test_keys_after_those_that_some_query_sees_may_hold_anything(backend, is_cau
         assert all(map(torch.equal, *results))
 
 
-def test_query_blocks_without_a_query_list_nothing():
-    layout = BlockLayout.from_mask(torch.rand(2, 3, 8, 8) < 0.4, block_size=8)
-    kept, whole = layout.prefix(40, 10, 18).dense_blocks(), layout.dense_blocks()
-    assert torch.equal(kept[..., 1:3, :], whole[..., 1:3, :5])
-    assert not kept[..., [0, 3, 4], :].any()
-    assert layout.prefix(64, 0, 64) is layout
+@pytest.mark.parametrize("queries", [(10, 18), (0, 8), (130, 141), (37, 38)])
+@pytest.mark.parametrize("keys", [(0, 40), (90, 141), (100, 120), (16, 17)])
+@pytest.mark.parametrize("block_size", [8, (4, 6), 1])
+def test_a_part_of_a_layout_shows_what_the_whole_shows(queries, keys, block_size):
+    whole = random_layout(141, block_size)
+    part, row, column = whole.part(queries, keys)
+    unit = 12
+    assert part.seq_len <= queries[1] - queries[0] + keys[1] - keys[0] + 4 * unit
+    some = slice(row, row + queries[1] - queries[0]), slice(column, column + keys[1] - keys[0])
+    assert torch.equal(
+        part.dense_mask()[0][(slice(None), *some)], whole.dense_mask()[0][:, slice(*queries), slice(*keys)]
+    )
+    rows = part.dense_mask()[0].any(-1).any(0).nonzero()[:, 0] // part.q_block
+    assert ((rows >= row // part.q_block) & (rows <= (some[0].stop - 1) // part.q_block)).all()
+
+
+def random_layout(seq_len, block_size):
+    q_block, k_block = (block_size, block_size) if isinstance(block_size, int) else block_size
+    blocks = torch.rand(3, -(-seq_len // q_block), -(-seq_len // k_block)) < 0.4
+    return BlockLayout.from_mask(blocks, seq_len, block_size)
+
+
+@pytest.mark.parametrize("backend", ["reference", "native", "cpu"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block_size", [8, (4, 6), 1])
+def test_rows_and_columns_of_a_layout_at_positions(backend, is_causal, block_size):
+    if backend == "cpu" and cpu.missing():
+        pytest.skip(cpu.missing())
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    layout = random_layout(141, block_size)
+    for (first, last), (begin, end) in [((90, 101), (40, 141)), ((3, 9), (0, 141)), ((120, 121), (117, 133))]:
+        q, k, v = (torch.randn(2, n, 3, 8, dtype=dtype) for n in (last - first, end - begin, end - begin))
+        counts = layout.dense_mask()[0, :, first:last, begin:end].int()
+        if is_causal:
+            counts &= seen(last - first, end - begin, 200, 0, q_start=first, k_start=begin).int()
+        errors = excesses(
+            lambda q, k, v, at=(first, begin): attention(
+                q, k, v, layout, is_causal=is_causal, q_start=at[0], k_start=at[1], backend=backend, return_lse=True
+            ),
+            (q, k, v), counts, scale=8**-0.5,
+        )  # fmt: skip
+        assert all(error <= 1 for error in errors.values()), errors
 
 
 def test_positions_have_a_limit():

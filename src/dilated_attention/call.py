@@ -33,7 +33,7 @@ from dilated_attention.patterns import (
     layout_inside,
     warn_of_unserved,
 )
-from dilated_attention.plan import Branches, Plan, plan_of, plan_of_rows, row_counts
+from dilated_attention.plan import Branches, Plan, plan_in_layout, plan_of, row_counts
 from dilated_attention.scores import UNIT, Scores
 from dilated_attention.torch_internals import in_autocast, in_export, in_torch_func, is_mapped, is_symbol, observed
 
@@ -111,7 +111,7 @@ class Call:
         first_head: global index of the first query head.
         seed: the seed of dropout, drawn when the call runs; None without dropout.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
-        starts: the positions of the first query and of the first key.
+        starts, placed: the positions of the first query and of the first key, and whether they were given.
         problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
             depends on more, such as a mask.
         repeats: what a backend prepared for tensors of a kind (strides, alignment); None unless the cache keeps the
@@ -130,6 +130,7 @@ class Call:
     seed: Tensor | None = None
     shards: Shards | None = None
     starts: tuple[int, int] = (0, 0)
+    placed: bool = False
     problems: dict[Hashable, Problem] = field(init=False, default_factory=dict)
     repeats: dict[Hashable, Repeat | None] | None = field(init=False, default=None)
     key: Hashable = field(init=False, default=None)
@@ -156,20 +157,24 @@ class Call:
         return call
 
     @classmethod
-    def remembered(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Call:
+    def remembered(
+        cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, *, alone: bool = True
+    ) -> Call:
         """Return the same as `of`; the options must be complete. A call whose `_key` is in `plan_cache` is not checked
         again, and its backend is not chosen again. Layouts inside segments are checked in every call. Warns as
-        `warn_of_unserved` does.
+        `warn_of_unserved` does, unless other calls show keys to the same queries (`alone`).
         """
         key = _key(q, k, v, pattern, options)
         if key is None:
             call = cls.of(q, k, v, pattern, **options)
-            call._warn(pattern, options, q, k)
+            if alone:
+                call._warn(pattern, options, q, k)
             return call
 
         def make() -> Call:
             call = cls._without_layouts(q, k, v, pattern, options)[0]
-            call._warn(pattern, options, q, k)
+            if alone:
+                call._warn(pattern, options, q, k)
             return call._remembered(key)
 
         if isinstance(pattern, Product):
@@ -224,7 +229,7 @@ class Call:
             branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, scores, over_ranks)),
             is_causal=options["is_causal"], scores=scores, lengths=lengths, cu_seqlens=cu_seqlens,
             key_padding_mask=options["key_padding_mask"], first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
-            starts=starts,
+            starts=starts, placed=placed(options),
         )  # fmt: skip
         return call, seq_len
 
@@ -252,8 +257,10 @@ class Call:
         """Return the plan of one sample on one device; `queries`, `keys`: their numbers, equal by default."""
         q_start, k_start = self.starts
         keys = queries if keys is None else keys
-        if self.layouts and keys != queries:
-            return plan_of_rows(q_start, queries, keys, len(self.branches.offsets[0]))
+        if self.layouts and self.placed:
+            if self.is_causal or self.layouts[0].is_causal:  # a cache may not hold later keys yet
+                keys = max(0, min(keys, q_start + queries - k_start))
+            return plan_in_layout(self.starts, queries, keys, len(self.branches.offsets[0]))
         columns = k_start, k_start + keys
         return plan_of(self.branches, (q_start, q_start + queries), columns, self.is_causal)
 
@@ -324,11 +331,13 @@ class Call:
         heads, kv_heads = q.shape[2], k.shape[2]
         if isinstance(pattern, BlockLayout):
             # Packed samples use the layout of their first tokens, whatever their common length.
-            length = seq_len if self.cu_seqlens is None else pattern.seq_len
-            pattern.check(self.sample_count(q), length, heads, kv_heads)
+            fits = self.cu_seqlens is not None or self.placed
+            pattern.check(self.sample_count(q), pattern.seq_len if fits else seq_len, heads, kv_heads)
+            if self.placed:
+                self._check_reach(pattern, q.shape[1], k.shape[1])
             layouts: tuple[BlockLayout, ...] = (pattern,)
         else:
-            if in_export() and not self.lengths is self.cu_seqlens is None:
+            if in_export() and (self.lengths is not None or self.cu_seqlens is not None):
                 raise UnsupportedError(
                     "torch.export of a layout inside segments, or of a layout function, with lengths or cu_seqlens: no "
                     "program holds the lists of all samples; export a call on whole sequences, without lengths and "
@@ -349,6 +358,15 @@ class Call:
             lists = torch.device("cpu") if q.device.type == "meta" else q.device
             layouts = tuple([layout.for_heads(heads).to(lists) for layout in layouts])
         return replace(self, layouts=layouts)
+
+    def _check_reach(self, layout: BlockLayout, queries: int, keys: int) -> None:
+        """Raise ValueError if a query, or a key that some query may see, lies beyond the layout."""
+        q_stop, k_stop = self.starts[0] + queries, self.starts[1] + keys
+        stop = q_stop if self.is_causal or layout.is_causal else max(q_stop, k_stop)
+        if layout.seq_len < stop:
+            raise ValueError(
+                f"layout is for {layout.seq_len} tokens, but q or k reaches to position {stop}; build a longer one"
+            )
 
     def _inside(
         self, layout: BlockLayout | LayoutOfLength, heads: int, kv_heads: int, seq_len: int
@@ -478,14 +496,6 @@ def check_placed(pattern: Pattern, options: Options) -> None:
         ("mesh", options["mesh"] is not None, "leave q_start and k_start out: the shards say where tokens lie"),
         ("cu_seqlens", options["cu_seqlens"] is not None, "make one call per sample"),
     )
-
-
-def check_summed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
-    """Raise ValueError for what no part of a sum, each of which is a call, would refuse."""
-    checks.dense(q, k, v)
-    checks.sinks(q, options["sinks"])
-    dropout = "dropout_p", options["dropout_p"] != 0, "train with dropout_p=0.0"
-    _refuse("with a sum of block layouts and other patterns", dropout)
 
 
 def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:

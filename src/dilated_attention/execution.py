@@ -28,16 +28,16 @@ MOST_KINDS = 8
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Run a call on a backend that has an `attend`; return out and lse, `(batch, seq, heads)`, differentiable."""
+    if call.layouts and call.placed:
+        return _attend_part(call, q, k, v)
+    return _attend(call, q, k, v, call.attributes(q, k))
+
+
+def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, attributes: Attributes) -> tuple[Tensor, Tensor]:
     run = call.backend.attend
     assert run is not None
-    if call.layouts and q.shape[1] != k.shape[1]:  # such a backend takes every row of a layout
-        first, stop = call.starts[0], call.starts[0] + q.shape[1]
-        q = pad(q, (0, 0, 0, 0, first, k.shape[1] - stop))
-        out, lse = attend(replace(call, starts=(0, 0)), q, k, v)
-        return out[:, first:stop], lse[:, first:stop]
     call.samples(q.shape[1])  # checks the lengths
     branches, visible = call.branches, None
-    attributes = call.attributes(q, k)
     if call.layouts:
         ratio = q.shape[2] // k.shape[2]  # layouts count query heads, a table those of k
         k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
@@ -49,6 +49,31 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         compat=branches.compat, bands=branches.bands, leading=branches.leading, starts=call.starts,
         lengths=call.lengths, cu_seqlens=call.cu_seqlens, key_padding_mask=call.key_padding_mask, visible=visible,
     )  # fmt: skip
+
+
+def _attend_part(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Do what `attend` does for some rows and columns of a layout: such a backend takes all rows of a short one."""
+    (q_start, k_start), mask = call.starts, call.key_padding_mask
+    layout = call.layouts[0]
+    if call.is_causal or layout.is_causal:  # a cache may not hold later keys yet
+        seen = max(0, q_start + q.shape[1] - k_start)
+        k, v = k[:, :seen], v[:, :seen]
+        mask = None if mask is None else mask[:, :seen]
+    queries, keys = (q_start, q_start + q.shape[1]), (k_start, k_start + k.shape[1])
+    short, row, column = layout.part(queries, keys)
+    after = short.seq_len - column - k.shape[1]
+    mask = k.new_zeros(k.shape[:2], dtype=torch.bool) if mask is None else mask
+    mask = pad(mask, (column, after), value=True)
+    k, v = (pad(x, (0, 0, 0, 0, column, after)) for x in (k, v))
+    stop = row + q.shape[1]
+    q = pad(q, (0, 0, 0, 0, row, short.seq_len - stop))
+    attributes = replace(call, starts=(q_start - row, k_start - column)).attributes(q, k)
+    branches = call.branches._replace(segment_lengths=(short.seq_len,))
+    whole = replace(
+        call, branches=branches, layouts=(short,), starts=(0, 0), placed=False, key_padding_mask=mask
+    )  # fmt: skip
+    out, lse = _attend(whole, q, k, v, attributes)
+    return out[:, row:stop], lse[:, row:stop]
 
 
 def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int, int], Tensor]:
@@ -158,7 +183,9 @@ def layouts_of(
     """Return a plan's block layouts by number of rows per segment, on `device` (default: q's); None without layouts.
 
     They are causal if the call is. A sample of a ragged call that is shorter than the layout has the layout's first
-    tokens. `sample`: the sample's number; None: the layouts keep the lists of all batch elements.
+    tokens. A call at positions has the whole layout.
+
+    `sample`: the sample's number; None: the layouts keep the lists of all batch elements.
     """
     if not call.layouts:
         return None
@@ -166,10 +193,11 @@ def layouts_of(
         layout.check_batch(call.sample_count(q))
     by_length = {layout.seq_len: layout for layout in call.layouts}
     found = {}
-    for length in {group.keys.count for group in plan.groups}:
-        layout = call.layouts[0] if sample is not None and len(call.layouts) == 1 else by_length[length]
+    for count in {group.keys.count for group in plan.groups}:
+        layout = call.layouts[0] if len(call.layouts) == 1 else by_length[count]
         own = None if layout.batch_size == 1 else sample
-        found[length] = _layout(layout, own, q.shape[2], length, call.is_causal, device or q.device)
+        length = layout.seq_len if call.placed else count
+        found[count] = _layout(layout, own, q.shape[2], length, call.is_causal, device or q.device)
     return found
 
 

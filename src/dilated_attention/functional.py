@@ -19,7 +19,6 @@ from dilated_attention.call import (
     as_autocast,
     as_one_width,
     check_placed,
-    check_summed,
     layout_remedy,
     placed,
     starts_of,
@@ -27,7 +26,7 @@ from dilated_attention.call import (
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
 from dilated_attention.parallel.over_mesh import refuse
-from dilated_attention.patterns import Dilated, Offsets, Sum, dilated, expect_unserved
+from dilated_attention.patterns import Offsets, dilated, parts_of_sum
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
@@ -141,50 +140,66 @@ def attention(
         "seq_len": seq_len, "head_offset": head_offset, "transport": transport, "layer": layer, "q_start": q_start,
         "k_start": k_start, "softcap": softcap,
     }  # fmt: skip
-    in_parts: Callable[..., tuple[Tensor, Tensor]] | None = None
-    if isinstance(pattern, Sum) and len(pattern.parts) > 1:
-        in_parts = _sum_of_parts
-    elif placed(options) and lengths is not None:
-        in_parts = _samples_at_positions
-    elif placed(options) and isinstance(pattern, BlockLayout):
-        in_parts = _layout_at_positions
     q, k, v = as_autocast(q, k, v)
+    after = None
     try:
         checks.boolean("return_lse", return_lse)
-        if in_parts is None:
-            call = Call.remembered(q, k, v, pattern, options)
-        elif placed(options):
-            check_placed(pattern, options)
-            checks.tensors(q, k, v, placed=True)
-            checks.mask(k, key_padding_mask)
-        if in_parts is _sum_of_parts:
-            check_summed(q, k, v, options)
+        if lengths is not None and placed(options):
+            options, after = _ended(q, k, v, pattern, options)
+        parts = parts_of_sum(pattern)
+        calls = [Call.remembered(q, k, v, part, options, alone=len(parts) == 1) for part in parts]
     except ValueError as error:
         refuse(mesh, error, q)
         raise
-    if in_parts is not None:
-        out, lse = in_parts(q, k, v, pattern, options)
-        return (out, lse) if return_lse else out
-    out, lse = _attend(call, q, k, v, options)
+    if after is not None:
+        q = q.masked_fill(after[..., None, None], 0.0)  # they may hold NaN
+    out, lse = _attend(calls, q, k, v, options)
+    if after is not None:
+        out = out.masked_fill(after[..., None, None], 0.0)
+        lse = lse.masked_fill(after[..., None], -torch.inf)
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
-def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Run a checked call: return out, shaped as in `attention`, and lse `(batch, seq, heads)`. This draws the seed of
-    dropout, and applies `key_padding_mask` and `sinks`."""
-    if (found := operators.repeat(q, k, v, call)) is not None:
-        return found
+def _ended(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Options, Tensor]:
+    """Return the options of a call whose samples end at positions `lengths`, with the keys after each end hidden in
+    place of `lengths`, and which queries lie after it, `(batch, queries)`."""
+    check_placed(pattern, options)
+    checks.tensors(q, k, v, placed=True)
+    checks.mask(k, options["key_padding_mask"])
+    lengths, _ = checks.ragged(q, options["lengths"], options["cu_seqlens"])
+    assert lengths is not None
+    if checks.readable(lengths) and (lengths < 0).any():
+        raise ValueError(f"lengths must hold non-negative integers; got {lengths.tolist()}")
+    ends = lengths.to(q.device)[:, None]
+    first_query, first_key = starts_of(options)
+    after = torch.arange(q.shape[1], device=q.device) + first_query >= ends
+    hidden = torch.arange(k.shape[1], device=k.device) + first_key >= ends
+    if options["key_padding_mask"] is not None:
+        hidden = hidden | options["key_padding_mask"]  # vmap may map the mask alone
+    return {**options, "lengths": None, "key_padding_mask": hidden}, after
+
+
+def _attend(calls: list[Call], q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Run checked calls that see one another's keys too: return their merged out, shaped as in `attention`, and lse
+    `(batch, seq, heads)`. This draws the seed of dropout, and applies `key_padding_mask` and `sinks`."""
     key_padding_mask, sinks = options["key_padding_mask"], options["sinks"]
-    if call.scores.dropout_p:
-        call = replace(call, seed=torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device))
+    if calls[0].scores.dropout_p:
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device)
+        calls = [replace(call, seed=seed) for call in calls]
     spoiled = None
     if key_padding_mask is not None:  # a weight of 0 times NaN would be NaN, in the gradients too
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-        spoiled = _hidden_queries(q, key_padding_mask, call.starts)[:, :, None] & ~q.isfinite().all(-1)
+        spoiled = _hidden_queries(q, key_padding_mask, calls[0].starts)[:, :, None] & ~q.isfinite().all(-1)
         q = q.masked_fill(spoiled[..., None], 0.0)
-    out, lse = operators.attend(*as_one_width(q, k, v), call)
-    if v.size(3) < out.size(3):
-        out = out[..., : v.size(3)]
+    head_dim = v.size(3)
+    q, k, v = as_one_width(q, k, v)
+    out, lse = operators.attend(q, k, v, calls[0])
+    for call in calls[1:]:
+        part, part_lse = operators.attend(q, k, v, call)
+        out, lse = merge(out, lse.transpose(1, 2), part, part_lse.transpose(1, 2))
+        lse = lse.transpose(1, 2)
+    if head_dim < out.size(3):
+        out = out[..., :head_dim]
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     if spoiled is not None:
@@ -194,24 +209,6 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
     return out, lse
 
 
-def _sum_of_parts(q: Tensor, k: Tensor, v: Tensor, pattern: Sum, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend to the parts of a sum separately; return their merged out and lse, `(batch, heads, seq)`."""
-    sinks, options = options["sinks"], {**options, "sinks": None}
-    if isinstance(pattern.parts[0], (Dilated, Sum)) and not torch.compiler.is_compiling():
-        expect_unserved(pattern.parts[0], k.shape[2])  # the layouts may show keys to the tokens that it leaves out
-    out, lse = attention(q, k, v, pattern.parts[0], return_lse=True, **options)
-    for part in pattern.parts[1:]:
-        out, lse = merge(out, lse, *attention(q, k, v, part, return_lse=True, **options))
-    if sinks is None:
-        return out, lse
-    if (mask := options["key_padding_mask"]) is None:
-        return with_sinks(out, lse.transpose(1, 2), sinks), lse
-    spoiled = _hidden_queries(q, mask, starts_of(options))[:, None] & lse.isnan()
-    rows = spoiled.transpose(1, 2)[..., None]  # they pass no gradient
-    shown = with_sinks(out.masked_fill(rows, 0.0), lse.masked_fill(spoiled, 0.0).transpose(1, 2), sinks)
-    return shown.masked_fill(rows, torch.nan), lse
-
-
 def _hidden_queries(q: Tensor, key_padding_mask: Tensor, starts: tuple[int, int]) -> Tensor:
     """Return which queries have the position of a hidden key, `(batch, queries)`."""
     keys, first = key_padding_mask.shape[1], starts[0] - starts[1]
@@ -219,53 +216,6 @@ def _hidden_queries(q: Tensor, key_padding_mask: Tensor, starts: tuple[int, int]
         return key_padding_mask
     key = torch.arange(q.shape[1], device=q.device) + first
     return pad(key_padding_mask, (0, 1))[:, key.masked_fill((key < 0) | (key > keys), keys)]
-
-
-def _samples_at_positions(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend in samples that end at positions `lengths`; return out and lse, `(batch, heads, seq)`. Keys after the end
-    of a sample are hidden, and queries after it get out 0 and lse -inf."""
-    lengths, _ = checks.ragged(q, options["lengths"], None)
-    assert lengths is not None
-    if checks.readable(lengths) and (lengths < 0).any():
-        raise ValueError(f"lengths must hold non-negative integers; got {lengths.tolist()}")
-    lengths = lengths.to(q.device)[:, None]
-    first_query, first_key = starts_of(options)
-    after = torch.arange(q.shape[1], device=q.device) + first_query >= lengths
-    hidden = torch.arange(k.shape[1], device=k.device) + first_key >= lengths
-    if (mask := options["key_padding_mask"]) is not None:
-        hidden = hidden | mask  # vmap may map the mask alone
-    q = q.masked_fill(after[..., None, None], 0.0)  # they may hold NaN
-    options = {**options, "lengths": None, "key_padding_mask": hidden}
-    out, lse = attention(q, k, v, pattern, return_lse=True, **options)
-    return out.masked_fill(after[..., None, None], 0.0), lse.masked_fill(after[:, None], -torch.inf)
-
-
-def _layout_at_positions(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Attend over a layout with given positions of q and k; return out and lse, `(batch, heads, seq)`.
-
-    k and v are padded to all positions from 0 to the last one; padded keys are hidden. Blocks without a query list
-    nothing. Causal calls leave out keys after the last query, which a cache may not hold yet.
-    """
-    mask, (q_start, k_start) = options["key_padding_mask"], starts_of(options)
-    if options["is_causal"] or layout.is_causal:
-        seen = max(0, q_start + q.shape[1] - k_start)
-        k, v, mask = k[:, :seen], v[:, :seen], None if mask is None else mask[:, :seen]
-    queries, keys = range(q_start, q_start + q.shape[1]), range(k_start, k_start + k.shape[1])
-    stop = max(queries.stop, keys.stop, 1)
-    if layout.seq_len < stop:
-        raise ValueError(
-            f"layout is for {layout.seq_len} tokens, but q or k reaches to position {stop}; build a longer one"
-        )
-    if keys != range(stop):
-        mask = k.new_zeros(k.shape[:2], dtype=torch.bool) if mask is None else mask
-        mask = pad(mask, (keys.start, stop - keys.stop), value=True)
-        k, v = (pad(x, (0, 0, 0, 0, keys.start, stop - keys.stop)) for x in (k, v))
-    options = {**options, "q_start": q_start, "k_start": None, "key_padding_mask": mask}
-    call = Call.remembered(q, k, v, layout.prefix(stop, q_start, queries.stop), options)
-    out, lse = _attend(call, q, k, v, options)
-    return out, lse.transpose(1, 2)
 
 
 class CallOptions(Options, total=False):

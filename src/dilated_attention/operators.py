@@ -52,8 +52,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`; differentiable."""
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
-    if call.repeats is not None and not in_forward_mode() and _differentiated(q, k, v):
-        return _Repeated.apply(q, k, v, call)
+    if call.repeats is not None:  # nobody looks at its operators
+        if not _differentiated(q, k, v):
+            repeated = execution.repeat(call, q, k, v)
+            if repeated is not None:
+                return repeated
+        elif not in_forward_mode():
+            return _Repeated.apply(q, k, v, call)
     eager = not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)  # else recorded in a graph
     if eager and call.shards is not None and torch.is_grad_enabled():
         wanted = _differentiated(q, k, v)
@@ -65,11 +70,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     operator = _Attention.apply if in_torch_func() else torch.ops.dilated_attention.forward
     out, lse, *_ = operator(q, k, v, *_pack(call))
     return out, lse
-
-
-def repeat(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
-    """Return out and lse of a `remembered` call without gradients, if its backend can repeat it, otherwise None."""
-    return None if call.repeats is None or _differentiated(q, k, v) else execution.repeat(call, q, k, v)
 
 
 def _differentiated(*tensors: Tensor) -> bool:
@@ -84,7 +84,8 @@ def _pack(call: Call) -> tuple[Any, ...]:
     Its integers become one list (`numbers`), its strings another (`words`), the tensors of its layouts a third.
     """
     branches, shards = call.branches, call.shards
-    numbers = [int(call.is_causal), call.first_head, *call.starts, int(branches.compat is not None)]
+    numbers = [int(call.is_causal), call.first_head, int(call.placed), *call.starts]
+    numbers.append(int(branches.compat is not None))
     numbers += (len(branches.offsets), len(branches.bands))
     bands = [WHOLE if bound is None else bound for band in branches.bands for bound in band]
     for row in (branches.segment_lengths, branches.dilation_rates, *branches.offsets, bands, branches.leading):
@@ -118,7 +119,8 @@ def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
         )  # fmt: skip
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, Scores(*scores),
-        first_head=read.first_head, shards=shards, starts=read.starts, **dict(zip(ATTACHED, attached, strict=True)),
+        first_head=read.first_head, shards=shards, starts=read.starts, placed=read.placed,
+        **dict(zip(ATTACHED, attached, strict=True)),
     )  # fmt: skip
 
 
@@ -132,6 +134,7 @@ class _Numbers(NamedTuple):
     branches: Branches
     is_causal: bool
     first_head: int
+    placed: bool
     starts: tuple[int, int]
     bounds: tuple[int, ...]
     samples: tuple[int, ...] | None
@@ -147,7 +150,7 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     def take(count: int) -> tuple[int, ...]:
         return tuple(islice(rest, count))
 
-    is_causal, first_head, q_start, k_start, compat, count, banded = take(7)
+    is_causal, first_head, placed, q_start, k_start, compat, count, banded = take(8)
     segment_lengths, dilation_rates = take(count), take(count)
     offsets = tuple([take(kv_heads) for _ in range(count)])
     limits = [None if limit == WHOLE else limit for limit in take(2 * banded)]
@@ -157,8 +160,10 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     bounds, samples, lengths, widths = (take(next(rest)) if over_mesh else () for _ in range(4))
     left = tuple(rest)
     sizes = tuple([left[i : i + 4] for i in range(0, len(left), 4)])
-    starts = q_start, k_start
-    return _Numbers(branches, bool(is_causal), first_head, starts, bounds, samples or None, lengths, widths, sizes)
+    return _Numbers(
+        branches, bool(is_causal), first_head, bool(placed), (q_start, k_start), bounds, samples or None, lengths,
+        widths, sizes,
+    )  # fmt: skip
 
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
@@ -350,7 +355,7 @@ def _in_batch(
         if argument.name == "layouts" and any(len(indptr) > 1 for indptr in x[::2]):
             raise UnsupportedError("layout has lists per batch element: under torch.func.vmap they must be shared")
         if argument.name == "attached":
-            x = [_folded(name, *of_name, size) for name, *of_name in zip(ATTACHED, x, dim, strict=True)]
+            x = [_folded(name, each, axis, size) for name, each, axis in zip(ATTACHED, x, dim, strict=True)]
         elif isinstance(x, Tensor):
             x = _folded(argument.name, x, dim, size)
         folded.append(x)

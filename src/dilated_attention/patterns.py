@@ -508,6 +508,11 @@ class Sum(_Branched):
         return sum([part.flops(seq_len, num_heads, head_dim, is_causal) for part in self.parts])
 
 
+def parts_of_sum(pattern: Any) -> tuple[Any, ...]:
+    """Return `Sum.parts` of a sum, and otherwise the pattern alone."""
+    return pattern.parts if isinstance(pattern, Sum) else (pattern,)
+
+
 def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
     """Return how many keys each token of each head sees, int64 `(heads, seq)`."""
     if isinstance(part, BlockLayout):

@@ -65,8 +65,7 @@ class StridedGroup(NamedTuple):
         low, high: the band; None: no bound. A causal group has high = 0 where its queries are its keys.
         first: no earlier group of the plan holds any of these (query row, head): the result is written, not merged.
         phantoms: zero keys (score 0, value 0) that each query also sees, when not causal; see compat="torchscale".
-        ahead: with a block layout, which is over the keys: the first query's row of it. Blocks without a query list
-            nothing.
+        at: with a block layout, the first query's row and the first key's column of it.
     """
 
     queries: Rows
@@ -78,7 +77,7 @@ class StridedGroup(NamedTuple):
     high: int | None = None
     first: bool = False
     phantoms: int = 0
-    ahead: int = 0
+    at: tuple[int, int] = (0, 0)
 
     @property
     def banded(self) -> bool:
@@ -412,15 +411,13 @@ def plan_of(
     )
 
 
-def plan_of_rows(first: int, queries: int, keys: int, num_heads: int) -> Plan:
-    """Return the plan of queries in rows first, first + 1, ... of a block layout over all keys, from the cache."""
-
-    def make() -> Plan:
-        rows, columns = (Rows(0, count, 1, 1, count) for count in (queries, keys))
-        group = StridedGroup(rows, columns, 0, num_heads, 1, first=True, ahead=first)
-        return Plan(queries, num_heads, (group,), covered=True, square=False)
-
-    return plan_cache.get(("rows of a layout", first, queries, keys, num_heads), make)
+def plan_in_layout(at: tuple[int, int], queries: int, keys: int, num_heads: int) -> Plan:
+    """Return the plan of queries over keys of a block layout; `at`: the row of the first query and the column of the
+    first key."""
+    rows = Rows(0, queries, 1, 1, queries)
+    columns = Rows(0, keys, 1, 1, keys)
+    groups = (StridedGroup(rows, columns, 0, num_heads, 1, first=True, at=at),) if queries and keys else ()
+    return Plan(queries, num_heads, groups, covered=bool(groups), square=False)
 
 
 def plan_dilated(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,7 +22,7 @@ from dilated_attention.backends.attributes import Attributes
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.fused import Merged, Pairs, Settings, bias_of
 from dilated_attention.backends.problem import Layouts, Problem
-from dilated_attention.cache import lasting, plan_layout
+from dilated_attention.cache import lasting, plan_cache, plan_layout
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into, running
 from dilated_attention.plan import Rows, StridedGroup, slice_rows
@@ -281,10 +282,54 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
 
 
-def _every_row(x: Tensor, group: StridedGroup) -> Tensor:
-    """Return x `(problems, heads, queries, ...)` with all rows of the layout; those without a query are 0."""
-    rows, queries = group.keys.count, group.queries.count
-    return x if rows == queries else pad(x, (0, 0) * (x.dim() - 3) + (group.ahead, rows - group.ahead - queries))
+class _Listed(NamedTuple):
+    """Hold a layout, and which of its rows and columns are queries and keys of a group: `row` and `column` are the
+    first."""
+
+    layout: BlockLayout
+    row: int
+    column: int
+
+    @classmethod
+    def of(cls, layout: BlockLayout, group: StridedGroup) -> _Listed:
+        (row, column), queries, keys = group.at, group.queries.count, group.keys.count
+        if keys == layout.seq_len:
+            return cls(layout, row, column)
+
+        def make() -> _Listed:
+            part = layout.part((row, row + queries), (column, column + keys))
+            return cls(*part)
+
+        key = "part", layout.key, group.at, queries, keys
+        return plan_cache.get(key, lambda: lasting(make, layout.device))
+
+    @property
+    def nbytes(self) -> int:
+        return 256 + 4 * self.layout.nbytes
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return x `(problems, heads, queries, ...)` with all rows of the layout; those without a query are 0."""
+        return self._padded(x, self.row)
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Return x `(problems, heads, keys, ...)` with all columns of the layout; those without a key are 0."""
+        return self._padded(x, self.column)
+
+    def _padded(self, x: Tensor, first: int) -> Tensor:
+        after = self.layout.seq_len - first - x.shape[2]
+        return pad(x, (0, 0) * (x.dim() - 3) + (first, after)) if first or after else x
+
+    def settings(self, settings: Settings, k: Tensor) -> Settings:
+        """Return settings for all rows and columns of the layout; columns without a key of k are hidden."""
+        bias, pairs = settings.bias, settings.pairs
+        after = self.layout.seq_len - self.column - k.shape[2]
+        if self.column or after:
+            bias = k.new_zeros(len(k), 1, 1, k.shape[2]) if bias is None else bias
+            bias = pad(bias, (self.column, after), value=-torch.inf)
+        if pairs is not None:
+            of_keys = pad(pairs.keys, (self.column, after))
+            pairs = Pairs(self.rows(pairs.queries), of_keys)
+        return settings._replace(bias=bias, pairs=pairs)
 
 
 class _Whole:
@@ -336,8 +381,6 @@ class _Whole:
     def _settings(self, group: StridedGroup, tile: _Tile) -> Settings:
         problem, bias = self.problem, tile.bias(self.bias, group.keys)
         pairs = tile.pairs(problem.attributes, group, self.k)
-        if pairs is not None and problem.layouts is not None:
-            pairs = pairs._replace(queries=_every_row(pairs.queries, group))
         causal = group.low is None and group.high == 0
         if group.banded and not causal:
             band = bias_of(_hidden(group, self.q.device), self.q.dtype)
@@ -349,8 +392,10 @@ class _Whole:
         q, *keys = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         settings, layouts = self._settings(group, tile), self.problem.layouts
         if layouts is not None:
-            out, lse = blocks.forward(tile.layout(layouts, group), settings, _every_row(q, group), *keys)
-            return out.narrow(2, group.ahead, group.queries.count), lse.narrow(2, group.ahead, group.queries.count)
+            listed = _Listed.of(tile.layout(layouts, group), group)
+            k, v = (listed.columns(x) for x in keys)
+            out, lse = blocks.forward(listed.layout, listed.settings(settings, keys[0]), listed.rows(q), k, v)
+            return out.narrow(2, listed.row, group.queries.count), lse.narrow(2, listed.row, group.queries.count)
         out, lse = fused.forward(settings, q, *keys)
         if group.phantoms:
             add_phantoms(out, lse, group.phantoms)
@@ -363,9 +408,12 @@ class _Whole:
         q, *keys = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
         settings, layouts = self._settings(group, tile), self.problem.layouts
         if layouts is not None:
-            part = part.views(lambda x: _every_row(x, group))
-            dq, dk, dv = blocks.backward(tile.layout(layouts, group), settings, part, _every_row(q, group), *keys)
-            return dq.narrow(2, group.ahead, group.queries.count), dk, dv
+            listed = _Listed.of(tile.layout(layouts, group), group)
+            k, v = (listed.columns(x) for x in keys)
+            settings, part = listed.settings(settings, keys[0]), part.views(listed.rows)
+            dq, dk, dv = blocks.backward(listed.layout, settings, part, listed.rows(q), k, v)
+            dk, dv = (x.narrow(2, listed.column, group.keys.count) for x in (dk, dv))
+            return dq.narrow(2, listed.row, group.queries.count), dk, dv
         return fused.backward(settings, part, q, *keys)
 
 

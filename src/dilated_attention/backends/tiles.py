@@ -121,19 +121,24 @@ def _block_table(
 ) -> Table:
     own, loop = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
     parts: list[Part] = []
-    for group in groups:  # with the layout's own bound: no later key if it is causal
-        cells = _segment_cells(group._replace(low=None, high=group.ahead if layout.is_causal else None), side)
-        parts.append((_block_cells(cells, side, own, group.ahead if side == "queries" else 0), _heads(group)))
+    whole = True
+    for group in groups:
+        row, column = group.at
+        # With the layout's own bound: no later key if it is causal.
+        cells = _segment_cells(group._replace(low=None, high=row - column if layout.is_causal else None), side)
+        held, streamed = (row, group.keys) if side == "queries" else (column, group.queries)
+        parts.append((_block_cells(cells, side, own, held), _heads(group)))
+        whole &= cells[0, AHEAD] == 0 and streamed.count == layout.seq_len
     lines = heaviest_first(_lines(parts, side, shape.own))
-    ends = lines[:, AHEAD], lines[:, AHEAD] + lines[:, COUNTS].sum(1)
-    even = loop % shape.loop == 0 and not any((x % loop).any() for x in ends)
-    if side == "queries" and loop % shape.loop:
+    even = loop % shape.loop == 0 and whole and layout.seq_len % loop == 0
+    if side == "queries" and (loop % shape.loop or not whole):  # lists name keys outside the span
         edge = -1
     elif layout.is_causal:  # the blocks that meet the tokens of the tile's own block, the partial last one among them
         edge = max(1, own // loop) if own % loop == 0 or loop % own == 0 else -(-(own - 1) // loop) + 1
     else:
         edge = int(side == "queries" and not even)
-    return replace(_table(lines, side, shape, 1, layout.is_causal, even, edge, device), count=layout.seq_len)
+    table = _table(lines, side, shape, 1, layout.is_causal, even, edge, device)
+    return replace(table, count=groups[0].keys.count)
 
 
 def _table(
@@ -292,7 +297,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
     cells[:, START], cells[:, STRIDE] = own.start + segment * own.segment, own.stride
     cells[:, ROWS], cells[:, FIRST] = own.count, group.first
     cells[:, PHANTOMS] = group.phantoms
-    cells[:, AHEAD] = 0 if side == "queries" else group.ahead
+    cells[:, AHEAD] = group.at[1] if side == "queries" else group.at[0]
     cells[:, TILE_FIELDS] = loop.start + segment * loop.segment
     sign = 1 if side == "queries" else -1  # key i is seen by query j iff -high <= j - i <= -low
     edges = [None if x is None else sign * x for x in (group.high, group.low)]

@@ -8,6 +8,7 @@ queries get out 0 and lse -inf.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -539,25 +540,43 @@ class BlockLayout:
             return self
         return self.select(heads=[head * self.num_heads // num_heads for head in range(num_heads)])
 
-    def prefix(self, seq_len: int, start: int = 0, stop: int | None = None) -> BlockLayout:
-        """Return the layout of the first `seq_len` tokens: the lists of their query blocks, without later key blocks.
-
-        Args:
-            start, stop: query blocks without a token in [start, stop) get empty lists; stop=None: seq_len.
-        """
+    def prefix(self, seq_len: int) -> BlockLayout:
+        """Return the layout of the first `seq_len` tokens: the lists of their queries, without later key blocks."""
         self.require_unchanged()
         if checks.positive("seq_len", seq_len) > self.seq_len:
             raise ValueError(f"layout is for {self.seq_len} tokens, got a sample of {seq_len}; build a longer one")
-        first, rows, columns = start // self.q_block, -(-seq_len // self.q_block), -(-seq_len // self.k_block)
-        last = rows if stop is None else -(-stop // self.q_block)
-        if seq_len == self.seq_len and not first and last >= rows:
+        if seq_len == self.seq_len:
             return self
-        last = min(rows, last)
-        counts = self.counts[..., first:last]
-        blocks = self._listed(self.indptr[..., first:last], counts)
-        keep = blocks < columns
-        starts = row_offsets(F.pad(counts, (first, rows - last)))
-        return self._with(kept_before(keep)[starts], blocks[keep], seq_len=seq_len)
+        counts = self.counts[..., : -(-seq_len // self.q_block)]
+        blocks = self._listed(self.indptr[..., : counts.shape[-1]], counts)
+        keep = blocks < -(-seq_len // self.k_block)
+        return self._with(kept_before(keep)[row_offsets(counts)], blocks[keep], seq_len=seq_len)
+
+    def part(self, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[BlockLayout, int, int]:
+        """Return the layout of a short sequence, and its first query and its first key, for the queries and the keys at
+        these positions, each [start, stop).
+
+        The short sequence has the blocks of these queries and keys alone, in their order, so that a diagonal stays one.
+        Blocks of queries outside the range list nothing.
+        """
+        self.require_unchanged()
+        unit = math.lcm(*self.block_size)
+        sides = [range(start // unit, max(start, stop - 1) // unit + 1) for start, stop in (queries, keys)]
+        lower, upper = sorted(sides, key=lambda x: x.start)
+        gap = max(0, upper.start - lower.stop)
+        last = max(lower.stop, upper.stop)
+        size = min(last * unit, self.seq_len) - (gap + lower.start) * unit
+        moved = [(lower.start + (gap if side.start >= lower.stop else 0)) * unit for side in sides]
+        rows = queries[0] // self.q_block, -(-queries[1] // self.q_block)
+        counts = self.counts[..., slice(*rows)]
+        blocks = self._listed(self.indptr[..., slice(*rows)], counts)
+        keep = (blocks >= keys[0] // self.k_block) & (blocks < -(-keys[1] // self.k_block))
+        first = rows[0] - moved[0] // self.q_block
+        after = -(-size // self.q_block) - first - counts.shape[-1]
+        starts = row_offsets(F.pad(counts, (first, after)))
+        listed = blocks[keep] - moved[1] // self.k_block
+        short = self._with(kept_before(keep)[starts], listed, seq_len=size)
+        return short, queries[0] - moved[0], keys[0] - moved[1]
 
     # ---- algebra
 

@@ -201,6 +201,6 @@ def problem(
         crossing.heads,
         torch.from_numpy(hidden).to(device) if hidden.any() else None,
     )
-    groups = (StridedGroup(as_rows(mine, shard), as_rows(range(shrunk.size), 0), 0, count, 1, ahead=ahead),)
+    groups = (StridedGroup(as_rows(mine, shard), as_rows(range(shrunk.size), 0), 0, count, 1, at=(ahead, 0)),)
     plan = Plan(shard_stop - shard, count, groups, covered=False, square=False)
     return Remote(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)

@@ -1,6 +1,8 @@
 // What the kernels in forward.h and backward.h share: lines of the table (call.h), the stream of rows that a tile sees,
 // what a thread keeps of it, and where rows, words and statistics lie.
 #pragma once
+#include <algorithm>
+
 #include "online.h"
 #include "threads.h"
 
@@ -36,6 +38,12 @@ class Stream {
     if (!listed) return;
     const int64_t *list = call.indptr + b * call.lsb + n / call.LH * call.lsh + tile.list;
     next_to_come = list[0], end_of_runs = list[1];
+    if (next_to_come == end_of_runs) return;
+    // Blocks that lie outside the span are not visited.
+    const int64_t *begin = indices + list[0], *end = indices + list[1];
+    const int64_t stop = tile.ahead + tile.spans()->count;
+    if (tile.ahead > 0) next_to_come = std::lower_bound(begin, end, tile.ahead / size) - indices;
+    if (end[-1] * size >= stop) end_of_runs = std::lower_bound(begin, end, (stop + size - 1) / size) - indices;
   }
 
   // Blocks in the list.
