@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from dilated_attention.patterns import (
     warn_of_unserved,
 )
 from dilated_attention.plan import Branches, Plan, plan_in_layout, plan_of, row_counts
-from dilated_attention.scores import UNIT, Scores
+from dilated_attention.scores import UNIT, ScoreOptions, Scores
 from dilated_attention.torch_internals import in_autocast, in_export, in_torch_func, is_mapped, is_symbol, observed
 
 if TYPE_CHECKING:
@@ -43,12 +43,10 @@ if TYPE_CHECKING:
 Pattern = Dilated | Window | BlockLayout | Product | Sum
 
 
-class Options(TypedDict, total=False):
+class Options(ScoreOptions, total=False):
     """Hold the options that every public call takes; `attention` says what they mean."""
 
     is_causal: bool
-    scale: float | None
-    dropout_p: float
     sinks: Tensor | None
     lengths: Tensor | None
     cu_seqlens: Tensor | None
@@ -61,7 +59,6 @@ class Options(TypedDict, total=False):
     layer: str
     q_start: int | None
     k_start: int | None
-    softcap: float | None
 
 
 _DEFAULTS: Options = {
@@ -216,7 +213,7 @@ class Call:
             _check_over_ranks(pattern, options)
         checks.mask(k, options["key_padding_mask"])
         checks.boolean("is_causal", options["is_causal"])
-        scores = Scores.of(q.shape[3], options["scale"], options["softcap"], options["dropout_p"])
+        scores = Scores.of(q.shape[3], options)
         checks.sinks(q, options["sinks"])
         head_offset = options["head_offset"]
         head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)

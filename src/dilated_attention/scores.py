@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 
 from dilated_attention import checks
 
 _LEAST_SCALE, _GREATEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Hold the options of a public call that `Scores.of` reads; `attention` says what they mean."""
+
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
 
 
 class Scores(NamedTuple):
@@ -29,13 +37,15 @@ class Scores(NamedTuple):
     dropout_p: float = 0.0
 
     @classmethod
-    def of(cls, head_dim: int, scale: float | None, softcap: float | None, dropout_p: float) -> Scores:
+    def of(cls, head_dim: int, options: ScoreOptions) -> Scores:
         """Check the numbers of a call, and replace those that are not given."""
+        scale, cap, dropout_p = options["scale"], options["softcap"], options["dropout_p"]
         checks.number("scale", scale)
         checks.probability("dropout_p", dropout_p)
-        if softcap is not None:
-            softcap = checks.positive_number("softcap", softcap)
-        return cls(head_dim**-0.5 if scale is None else float(scale), softcap or 0.0, float(dropout_p))
+        if scale is None:
+            scale = head_dim**-0.5
+        cap = 0.0 if cap is None else checks.positive_number("softcap", cap)
+        return cls(float(scale), cap, float(dropout_p))
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -142,8 +142,8 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def forward(settings: Settings, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Statistic]:
-    """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head), with the causality, softcap and
-    dropout of `settings`."""
+    """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head), with the given
+    `settings`."""
     out, lse = _forward(settings, q, k, v)
     return (out, lse) if not settings.hides or _is_finite(out) else _forward_of_finite(settings, q, k, v)
 
@@ -169,7 +169,7 @@ def _forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 def backward(settings: Settings, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
     """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse), and with
-    the causality, softcap and dropout of `settings`. lse must not be -inf."""
+    the given `settings`. lse must not be -inf."""
     gradients = _backward(settings, merged, q, k, v)
     if not settings.hides or all(map(_is_finite, gradients)):
         return gradients
@@ -396,8 +396,8 @@ def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple
 
 
 def _formed(settings: Settings, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-    """Return the scores of q and k, capped and masked, in single precision at least, and the softcap's derivative at
-    each, or None without a softcap. `first`: as in `_plain_part`."""
+    """Return the scores of q and k, capped and masked, in single precision at least, and the cap's derivative at each,
+    or None without a cap. `first`: as in `_plain_part`."""
     statistic = torch.promote_types(q.dtype, torch.float32)
     scale, cap, _ = settings.scores
     s = (q.to(statistic) @ k.to(statistic).mT).mul_(scale)

@@ -279,7 +279,7 @@ def forward(Q1, Q2, Q3, Q4, Q5, K1, K2, K3, K4, K5, V1, V2, V3, V4, V5, OUT, LSE
 
 def fits(table: Any, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether the kernel serves a launch, with this `tiles.Table` of tiles of this shape, of a call without
-    hidden keys, dropout and softcap."""
+    hidden keys and options of the scores."""
     return (
         hasattr(tma, "async_copy_global_to_shared")  # Triton 3.9 gave it another name
         and q.dtype in DTYPES
