@@ -23,7 +23,8 @@ from dilated_attention.torch_internals import untransformed
 
 Value = TypeVar("Value")
 
-_names, _numbers = WeakTensorKeyDictionary(), count()
+_names = WeakTensorKeyDictionary()
+_numbers = count()
 
 
 def name_of(thing: Any) -> int:
@@ -162,7 +163,9 @@ class derived(Generic[Value]):  # noqa: N801, used like cached_property
     """
 
     def __init__(self, compute: Callable[[Any], Value]) -> None:
-        self.compute, self.name, self.__doc__ = compute, compute.__name__, compute.__doc__
+        self.compute = compute
+        self.name = compute.__name__
+        self.__doc__ = compute.__doc__
 
     def __get__(self, instance: Any, owner: Any = None) -> Value:
         value = self.compute(instance)

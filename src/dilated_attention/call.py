@@ -7,7 +7,7 @@ and `execution` (one device) or `parallel.over_mesh` (several ranks) runs it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +139,11 @@ class Call:
         options: Options = {**_DEFAULTS, **given}
         if len(options) > len(_DEFAULTS):
             checks.unknown_options(given.keys() - _DEFAULTS.keys())
-        group = None if options["mesh"] is None else context_group(options["mesh"])
-        ranks = group if group is not None and dist.get_world_size(group) > 1 else None  # one rank is one device
+        group = ranks = None
+        if options["mesh"] is not None:
+            group = context_group(options["mesh"])
+            if dist.get_world_size(group) > 1:  # one rank is one device
+                ranks = group
         call, seq_len = cls._without_layouts(q, k, v, pattern, options, group, ranks is not None)
         if isinstance(pattern, (BlockLayout, Product)):
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
@@ -179,7 +182,8 @@ class Call:
         if not isinstance(pattern, BlockLayout):
             return plan_cache.get(key, make)
         pattern.require_unchanged()
-        layout, own_key = pattern, (key, pattern.key)
+        layout = pattern
+        own_key = (key, pattern.key)
 
         def with_layout() -> Call:
             call = plan_cache.get(key, make)._with_layouts(layout, q, k, k.shape[1], False)
@@ -208,7 +212,8 @@ class Call:
         checks.tensors(q, k, v, placed(options))
         seq_len = _sequence_length(q, options["seq_len"], group, options["transport"])
         lengths, cu_seqlens = checks.ragged(q, options["lengths"], options["cu_seqlens"])
-        options["lengths"], options["cu_seqlens"] = lengths, cu_seqlens
+        options["lengths"] = lengths
+        options["cu_seqlens"] = cu_seqlens
         if over_ranks:
             _check_over_ranks(pattern, options)
         checks.mask(k, options["key_padding_mask"])
@@ -216,7 +221,8 @@ class Call:
         scores = Scores.of(q.shape[3], options)
         checks.sinks(q, options["sinks"])
         head_offset = options["head_offset"]
-        head_offset = None if head_offset is None else checks.integer("head_offset", head_offset, 0)
+        if head_offset is not None:
+            head_offset = checks.integer("head_offset", head_offset, 0)
         starts = starts_of(options)
         if placed(options):
             check_placed(pattern, options)
@@ -308,14 +314,14 @@ class Call:
         A single layout of packed samples is replaced by its prefixes for the numbers of tokens that take part in their
         segments. Raises ValueError if lengths or cu_seqlens do not fit the global length.
         """
-        samples, layouts = None, self.layouts
+        samples = None
+        layouts = self.layouts
         # Read here, before the ranks wait for one another, so that every rank raises what is wrong with them.
         slices = [seq for _, seq in self.samples(shards.bounds[-1])]
         if self.cu_seqlens is not None:
             samples = (0, *[seq.stop for seq in slices])
             if len(layouts) == 1:
-                counts = {count for seq in slices for count in row_counts(self.branches, seq.stop - seq.start)}
-                layouts = tuple([layouts[0].prefix(count) for count in sorted(counts)])
+                layouts = tuple([layouts[0].prefix(count) for count in self._counts(slices)])
         return replace(self, shards=replace(shards, samples=samples), layouts=layouts, cu_seqlens=None)
 
     def _with_layouts(
@@ -325,11 +331,13 @@ class Call:
 
         `over_ranks`: the call has a mesh of several ranks; each layout then gets lists per query head, on q's device.
         """
-        heads, kv_heads = q.shape[2], k.shape[2]
+        heads = q.shape[2]
+        kv_heads = k.shape[2]
         if isinstance(pattern, BlockLayout):
             # Packed samples use the layout of their first tokens, whatever their common length.
-            fits = self.cu_seqlens is not None or self.placed
-            pattern.check(self.sample_count(q), pattern.seq_len if fits else seq_len, heads, kv_heads)
+            if self.cu_seqlens is not None or self.placed:
+                seq_len = pattern.seq_len
+            pattern.check(self.sample_count(q), seq_len, heads, kv_heads)
             if self.placed:
                 self._check_reach(pattern, q.shape[1], k.shape[1])
             layouts: tuple[BlockLayout, ...] = (pattern,)
@@ -358,8 +366,11 @@ class Call:
 
     def _check_reach(self, layout: BlockLayout, queries: int, keys: int) -> None:
         """Raise ValueError if a query, or a key that some query may see, lies beyond the layout."""
-        q_stop, k_stop = self.starts[0] + queries, self.starts[1] + keys
-        stop = q_stop if self.is_causal or layout.is_causal else max(q_stop, k_stop)
+        q_stop = self.starts[0] + queries
+        k_stop = self.starts[1] + keys
+        stop = q_stop
+        if not (self.is_causal or layout.is_causal):
+            stop = max(q_stop, k_stop)
         if layout.seq_len < stop:
             raise ValueError(
                 f"layout is for {layout.seq_len} tokens, but q or k reaches to position {stop}; build a longer one"
@@ -370,13 +381,18 @@ class Call:
     ) -> tuple[BlockLayout, ...]:
         """Return the layouts inside segments, checked: one for each number of participating tokens that a segment has.
         `seq_len`: the tokens per batch element, which may be cut into samples."""
-        counts: set[int] = set()
-        for _, seq in self.samples(seq_len):
-            counts |= row_counts(self.branches, seq.stop - seq.start)
-        found = tuple([layout_inside(layout, count) for count in sorted(counts)])
+        slices = [seq for _, seq in self.samples(seq_len)]
+        found = tuple([layout_inside(layout, count) for count in self._counts(slices)])
         for layout in found:
             layout.check(1, layout.seq_len, heads, kv_heads)
         return found
+
+    def _counts(self, samples: Sequence[slice]) -> list[int]:
+        """Return the distinct numbers of tokens that take part in a segment of these samples, ascending."""
+        counts: set[int] = set()
+        for seq in samples:
+            counts |= row_counts(self.branches, seq.stop - seq.start)
+        return sorted(counts)
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -465,11 +481,11 @@ def placed(options: Options) -> bool:
 
 def starts_of(options: Options) -> tuple[int, int]:
     """Return the positions of the first query and of the first key."""
-    q_start, k_start = options["q_start"], options["k_start"]
-    return (
-        0 if q_start is None else checks.integer("q_start", q_start, 0, 1 << 62),
-        0 if k_start is None else checks.integer("k_start", k_start, 0, 1 << 62),
-    )
+    return _start("q_start", options["q_start"]), _start("k_start", options["k_start"])
+
+
+def _start(name: str, given: int | None) -> int:
+    return 0 if given is None else checks.integer(name, given, 0, 1 << 62)
 
 
 def _check_over_ranks(pattern: Pattern, options: Options) -> None:
@@ -545,11 +561,13 @@ def _facts(
     pairs = list(zip(branches.segment_lengths, branches.dilation_rates, strict=True))
     if branches.bands:
         # A window with two bounds limits the keys. Causality does not, and leading tokens do not count.
-        keys = [
-            w // r if low is None or high is None else min(w // r, high - low + 1)
-            for (w, r), (low, high) in zip(pairs, branches.bands, strict=True)
-        ]
-        shown = min(sum(keys), q.shape[1])
+        keys = 0
+        for (w, r), (low, high) in zip(pairs, branches.bands, strict=True):
+            in_segment = w // r
+            if low is not None and high is not None:
+                in_segment = min(in_segment, high - low + 1)
+            keys += in_segment
+        shown = min(keys, q.shape[1])
     else:
         # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
         shown = sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])

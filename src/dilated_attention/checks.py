@@ -114,9 +114,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def outside() -> int:
     """Return the stack level of the first function outside this package, for warnings."""
-    level, frame = 1, sys._getframe(1)
+    level = 1
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __package__:
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     return level
 
 
@@ -270,7 +272,8 @@ def kv_heads(num_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 def heads(embed_dim: Any, num_heads: Any, num_kv_heads: Any) -> tuple[int, int, int]:
     """Return the sizes as integers, as `kv_heads` does."""
-    embed_dim, sizes = positive("embed_dim", embed_dim), kv_heads(num_heads, num_kv_heads)
+    embed_dim = positive("embed_dim", embed_dim)
+    sizes = kv_heads(num_heads, num_kv_heads)
     if embed_dim % sizes[0]:
         raise ValueError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
     return embed_dim, *sizes

@@ -48,7 +48,8 @@ def cached_attention(
     if isinstance(pattern, Window) and not (pattern.leading or torch.compiler.is_compiling()):
         # It is the same at any position: with its rows alone, the next token repeats this call.
         first = max(0, k.shape[1] - q.shape[1] - pattern.before * pattern.rate)
-        k, v = k[:, first:], v[:, first:]
+        k = k[:, first:]
+        v = v[:, first:]
     with without_autocast(q):
         out = attention(q, k, v, pattern, is_causal=True, scale=scale, sinks=sinks, q_start=k.shape[1] - q.shape[1])
     assert isinstance(out, Tensor)
@@ -213,7 +214,8 @@ def listed_attention(
     head = torch.arange(lists.shape[1], device=q.device)[:, None] * kv_heads // lists.shape[1]
     keys, values = (x[query // max(1, new), token, head] for x in (k, v))
     out, lse = newest_attention(q.flatten(0, 1)[:, None], keys, values, hidden, scale=scale)
-    out, lse = out.view(batch, new, heads, v.shape[3]), lse.view(batch, new, heads)
+    out = out.view(batch, new, heads, v.shape[3])
+    lse = lse.view(batch, new, heads)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse.transpose(1, 2)) if return_lse else out

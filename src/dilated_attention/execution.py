@@ -37,12 +37,12 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, attributes: Attributes)
     run = call.backend.attend
     assert run is not None
     call.samples(q.shape[1])  # checks the lengths
-    branches, visible = call.branches, None
+    branches = call.branches
+    visible = None
     if call.layouts:
         ratio = q.shape[2] // k.shape[2]  # layouts count query heads, a table those of k
         k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
-        table = tuple(tuple(offset for offset in row for _ in range(ratio)) for row in branches.offsets)
-        branches = branches._replace(offsets=table)
+        branches = branches._replace(offsets=tuple([_repeated(row, ratio) for row in branches.offsets]))
         visible = _dense_layouts(call.layouts, q.shape[2])
     return run(
         q, k, v, *branches[:3], call.scores, attributes=attributes, is_causal=call.is_causal,
@@ -51,18 +51,28 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, attributes: Attributes)
     )  # fmt: skip
 
 
+def _repeated(row: tuple[int, ...], times: int) -> tuple[int, ...]:
+    """Repeat each entry, one after the other."""
+    return tuple([row[i // times] for i in range(len(row) * times)])
+
+
 def _attend_part(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Do what `attend` does for some rows and columns of a layout: such a backend takes all rows of a short one."""
-    (q_start, k_start), mask = call.starts, call.key_padding_mask
+    q_start, k_start = call.starts
+    mask = call.key_padding_mask
     layout = call.layouts[0]
     if call.is_causal or layout.is_causal:  # a cache may not hold later keys yet
         seen = max(0, q_start + q.shape[1] - k_start)
-        k, v = k[:, :seen], v[:, :seen]
-        mask = None if mask is None else mask[:, :seen]
-    queries, keys = (q_start, q_start + q.shape[1]), (k_start, k_start + k.shape[1])
+        k = k[:, :seen]
+        v = v[:, :seen]
+        if mask is not None:
+            mask = mask[:, :seen]
+    queries = (q_start, q_start + q.shape[1])
+    keys = (k_start, k_start + k.shape[1])
     short, row, column = layout.part(queries, keys)
     after = short.seq_len - column - k.shape[1]
-    mask = k.new_zeros(k.shape[:2], dtype=torch.bool) if mask is None else mask
+    if mask is None:
+        mask = k.new_zeros(k.shape[:2], dtype=torch.bool)
     mask = pad(mask, (column, after), value=True)
     k, v = (pad(x, (0, 0, 0, 0, column, after)) for x in (k, v))
     stop = row + q.shape[1]
@@ -111,15 +121,17 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return out and lse of a `remembered` call as its backend repeats it; None if it does not."""
     assert call.repeats is not None
-    a, b, c = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    kind = q.stride(), k.stride(), v.stride(), (a | b | c) % 16 and (a % 16, b % 16, c % 16)
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    kind = q.stride(), k.stride(), v.stride(), tuple([address % 16 for address in addresses])
     if kind not in call.repeats:
         if len(call.repeats) == MOST_KINDS:
             return None
         alone = call.factor == 1 and call.scores.dropout_p == 0 and v.size(3) == q.size(3)
         alone = alone and q.stride(3) == k.stride(3) == v.stride(3) == 1
-        found = call.backend.prepare(_problem(call, q, k), q, k, v) if alone else None
-        call.repeats[kind], nbytes = found or (None, 0)
+        prepared, nbytes = None, 0
+        if alone:
+            prepared, nbytes = call.backend.prepare(_problem(call, q, k), q, k, v) or (None, 0)
+        call.repeats[kind] = prepared
         plan_cache.grow(call.key, call, nbytes)
     run = call.repeats[kind]
     return None if run is None else run(q, k, v)
@@ -137,8 +149,8 @@ def backward(
     if call.backend.packs_samples and not call.layouts:
         dq, dk, dv = run(_packed_problem(call, q, k, slices), *_packed(*tensors))
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
-    make = torch.zeros_like if call.cu_seqlens is None else torch.empty_like  # packed samples cover all rows
-    dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    make = torch.empty if call.cu_seqlens is not None else torch.zeros  # packed samples cover all rows
+    dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     whole = call.attributes(q, k)
     for sample, at in enumerate(slices):
         part = [None if x is None else x[at] for x in tensors]
@@ -155,12 +167,13 @@ def _problem(
     shapes = q.shape, k.shape, q.device
     if at is None and (held := call.problems.get(shapes)) is not None:
         return held
-    plan = call.plan(q.shape[1], k.shape[1]) if at is None else call.plan(at[1].stop - at[1].start)
-    layouts = layouts_of(call, q, plan, sample)
     attributes = call.attributes(q, k) if whole is None else whole
-    if at is not None:
+    if at is None:
+        plan = call.plan(q.shape[1], k.shape[1])
+    else:
+        plan = call.plan(at[1].stop - at[1].start)
         attributes = attributes.sample(*at)
-    problem = Problem(plan, call.backend_scores, attributes, layouts)
+    problem = Problem(plan, call.backend_scores, attributes, layouts_of(call, q, plan, sample))
     if at is None and attributes.empty:
         call.problems[shapes] = problem
     return problem

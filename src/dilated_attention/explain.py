@@ -130,7 +130,8 @@ def explain(
         )
     call = Call.of(q, k, v, pattern, **options)
     q, k, v = as_one_width(q, k, v)
-    chosen, exchange = None, None
+    chosen = None
+    exchange = None
     if call.shards is None:
         work, layouts = _work(call, q, k)
     else:
@@ -141,10 +142,14 @@ def explain(
     inside: dict[int, tuple[Calls, ...]] = {}
     for layout in sorted(layouts, key=lambda x: x.seq_len, reverse=True):
         inside[layout.seq_len] = (*inside.get(layout.seq_len, ()), *calls_of(layout))
-    ratio, row = q.shape[2] // k.shape[2], q.shape[3] * q.element_size()
-    pairs, moved = 0, 0
+    ratio = q.shape[2] // k.shape[2]
+    row = q.shape[3] * q.element_size()
+    pairs = 0
+    moved = 0
     for group, batch, own in work:
-        problems, queries, keys = group.queries.segments * batch, group.queries.count, group.keys.count
+        problems = group.queries.segments * batch
+        queries = group.queries.count
+        keys = group.keys.count
         written = 1 if group.first else 2  # a merge reads what it changes
         if own is None:
             pairs += batch * ratio * group.entries()
@@ -157,7 +162,9 @@ def explain(
         pairs += each * int(layout.seen.sum())
         for run in calls_of(layout):
             moved += each * run.rows * (run.queries * (row + written * (row + 4)) + run.keys * 2 * row)
-    choice, flops, groups = call.choice, 4 * q.shape[3] * pairs, tuple(group for group, _, _ in work)
+    choice = call.choice
+    flops = 4 * q.shape[3] * pairs
+    groups = tuple(group for group, _, _ in work)
     return Explanation(
         choice.backend.name, choice.reason, choice.refusals, groups, flops, moved, inside, chosen, exchange,
         describe_unserved(call.branches),

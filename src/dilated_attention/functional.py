@@ -182,7 +182,8 @@ def _ended(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) 
 def _attend(calls: list[Call], q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Run checked calls that see one another's keys too: return their merged out, shaped as in `attention`, and lse
     `(batch, seq, heads)`. This draws the seed of dropout, and applies `key_padding_mask` and `sinks`."""
-    key_padding_mask, sinks = options["key_padding_mask"], options["sinks"]
+    key_padding_mask = options["key_padding_mask"]
+    sinks = options["sinks"]
     if calls[0].scores.dropout_p:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device)
         calls = [replace(call, seed=seed) for call in calls]
@@ -211,7 +212,8 @@ def _attend(calls: list[Call], q: Tensor, k: Tensor, v: Tensor, options: Options
 
 def _hidden_queries(q: Tensor, key_padding_mask: Tensor, starts: tuple[int, int]) -> Tensor:
     """Return which queries have the position of a hidden key, `(batch, queries)`."""
-    keys, first = key_padding_mask.shape[1], starts[0] - starts[1]
+    keys = key_padding_mask.shape[1]
+    first = starts[0] - starts[1]
     if first == 0 and q.shape[1] == keys:
         return key_padding_mask
     key = torch.arange(q.shape[1], device=q.device) + first
@@ -224,7 +226,8 @@ class CallOptions(Options, total=False):
 
 def _with_options_of_attention(function: Function) -> Function:
     """Show the options of `attention` in a function's signature, in place of `**options`."""
-    own, options = inspect.signature(function), inspect.signature(attention).parameters.values()
+    own = inspect.signature(function)
+    options = inspect.signature(attention).parameters.values()
     parameters = [x for x in own.parameters.values() if x.kind is not x.VAR_KEYWORD]
     parameters += [x for x in options if x.kind is x.KEYWORD_ONLY]
     function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -83,11 +83,14 @@ def _pack(call: Call) -> tuple[Any, ...]:
 
     Its integers become one list (`numbers`), its strings another (`words`), the tensors of its layouts a third.
     """
-    branches, shards = call.branches, call.shards
+    branches = call.branches
+    shards = call.shards
     numbers = [int(call.is_causal), call.first_head, int(call.placed), *call.starts]
     numbers.append(int(branches.compat is not None))
     numbers += (len(branches.offsets), len(branches.bands))
-    bands = [WHOLE if bound is None else bound for band in branches.bands for bound in band]
+    bands: list[int] = []
+    for low, high in branches.bands:
+        bands += (WHOLE if low is None else low, WHOLE if high is None else high)
     for row in (branches.segment_lengths, branches.dilation_rates, *branches.offsets, bands, branches.leading):
         numbers += row
     words = [call.backend.name]
@@ -98,7 +101,9 @@ def _pack(call: Call) -> tuple[Any, ...]:
             numbers += (len(edges), *edges)
     for x in call.layouts:
         numbers += (x.seq_len, x.q_block, x.k_block, int(x.is_causal))
-    tables = [table for x in call.layouts for table in (x.indptr, x.indices)]
+    tables: list[Tensor] = []
+    for x in call.layouts:
+        tables += (x.indptr, x.indices)
     return numbers, list(call.scores), words, tables, [getattr(call, name) for name in ATTACHED]
 
 
@@ -151,7 +156,8 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
         return tuple(islice(rest, count))
 
     is_causal, first_head, placed, q_start, k_start, compat, count, banded = take(8)
-    segment_lengths, dilation_rates = take(count), take(count)
+    segment_lengths = take(count)
+    dilation_rates = take(count)
     offsets = tuple([take(kv_heads) for _ in range(count)])
     limits = [None if limit == WHOLE else limit for limit in take(2 * banded)]
     bands = tuple(zip(limits[::2], limits[1::2], strict=True))
@@ -249,14 +255,18 @@ class _Attention(torch.autograd.Function):
         q, k, v, *options, layouts, attached = inputs
         ctx.save_for_backward(q, k, v, *output, *attached, *layouts)
         ctx.mark_non_differentiable(*output[2:])
-        ctx.outputs, ctx.options, ctx.words = len(output), options, options[-1]
+        ctx.outputs = len(output)
+        ctx.options = options
+        ctx.words = options[-1]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *rest = ctx.saved_tensors
-        saved, rest = rest[: ctx.outputs - 2], rest[ctx.outputs - 2 :]
-        attached, layouts = rest[: len(ATTACHED)], rest[len(ATTACHED) :]
+        saved = rest[: ctx.outputs - 2]
+        rest = rest[ctx.outputs - 2 :]
+        attached = rest[: len(ATTACHED)]
+        layouts = rest[len(ATTACHED) :]
         if dout is None:
             dout = torch.zeros_like(out)
         gradients = _apply_backward(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, attached)

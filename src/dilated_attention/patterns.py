@@ -112,7 +112,8 @@ class _Branched(_Term):
         branches = self.branches(num_heads)
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan_of(branches, (0, seq_len), None, is_causal).groups:
-            rows, count = group.queries, group.keys.count
+            rows = group.queries
+            count = group.keys.count
             row = torch.arange(rows.count, device="cpu")
             stop = count if group.high is None else (row + group.high + 1).clamp(0, count)
             start = 0 if group.low is None else (row + group.low).clamp(0, count)
@@ -132,7 +133,8 @@ class _Branched(_Term):
 
         num_heads: the number of KV heads, each counted with one query head.
         """
-        head_dim, seq_len = checks.positive("head_dim", head_dim), checks.positive("seq_len", seq_len)
+        head_dim = checks.positive("head_dim", head_dim)
+        seq_len = checks.positive("seq_len", seq_len)
         checks.boolean("is_causal", is_causal)
         plan = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal)
         return 4 * head_dim * plan.entries
@@ -309,8 +311,10 @@ class Dilated(_Branched):
                     f"head_groups=True gives each branch a run of heads; "
                     f"{num_heads} heads cannot serve {len(branches)} branches"
                 )
-            base, larger = num_heads // len(branches), num_heads % len(branches)  # dynamo traces no divmod of symbols
-            table, start = [], 0
+            base = num_heads // len(branches)
+            larger = num_heads % len(branches)  # dynamo traces no divmod of symbols
+            table = []
+            start = 0
             for i, (_, rate) in enumerate(branches):
                 end = start + base + (i < larger)
                 table.append(tuple([i % rate if start <= h < end else -1 for h in range(num_heads)]))
@@ -447,7 +451,10 @@ class Sum(_Branched):
 
     def __post_init__(self) -> None:
         given = tuple(self.terms) if isinstance(self.terms, Iterable) else (self.terms,)
-        terms = tuple([term for x in given for term in (x.terms if isinstance(x, Sum) else (x,))])
+        found: list[Any] = []
+        for term in given:
+            found += term.terms if isinstance(term, Sum) else (term,)
+        terms = tuple(found)
         for term in terms:
             if not isinstance(term, (_Branched, BlockLayout, Product)):
                 raise ValueError(
@@ -470,22 +477,28 @@ class Sum(_Branched):
         """
         if len(self.parts) > 1:
             raise UnsupportedError(f"pattern={self!r}: its layouts are calls of their own; give each of pattern.parts")
-        parts = [term.branches(num_heads, head_offset) for term in self.terms]
-        return Branches(
-            tuple([w for part in parts for w in part.segment_lengths]),
-            tuple([r for part in parts for r in part.dilation_rates]),
-            tuple([row for part in parts for row in part.offsets]),
-            None,
-            tuple([band for part in parts for band in part.bands or (EVERY,) * len(part.offsets)]),
-            tuple([n for part in parts for n in part.leading or (0,) * len(part.offsets)]),
-        )
+        joined = Branches((), (), (), None, (), ())
+        for term in self.terms:
+            part = term.branches(num_heads, head_offset)
+            number = len(part.offsets)
+            joined = Branches(
+                joined.segment_lengths + part.segment_lengths,
+                joined.dilation_rates + part.dilation_rates,
+                joined.offsets + part.offsets,
+                None,
+                joined.bands + (part.bands or (EVERY,) * number),
+                joined.leading + (part.leading or (0,) * number),
+            )
+        return joined
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """Return the terms of the sum. All terms without a layout are joined into one."""
         plain = tuple([term for term in self.terms if isinstance(term, _Branched)])
         listed = tuple([term for term in self.terms if not isinstance(term, _Branched)])
-        return (*((plain if len(plain) == 1 else (Sum(plain),)) if plain else ()), *listed)
+        if len(plain) > 1:
+            plain = (Sum(plain),)
+        return plain + listed
 
     def _covering(self) -> str:
         return "A term with a window, or with a branch of dilation rate 1, covers every token"
@@ -524,7 +537,8 @@ def dilated(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], offsets: Offsets, head_groups: bool, compat: Any
 ) -> Dilated:
     """Return `Dilated` of these arguments. Lists of integers that it has checked before are not checked again."""
-    rows, others = (segment_lengths, dilation_rates), (offsets, head_groups, compat)
+    rows = (segment_lengths, dilation_rates)
+    others = (offsets, head_groups, compat)
     if (
         not torch.compiler.is_compiling()  # a cache cannot be traced
         and {list, tuple}.issuperset(map(type, rows))
@@ -652,7 +666,8 @@ class Product(_Term):
         return plot_product(self, seq_len, head, num_heads, is_causal, ax)
 
     def _counts(self, seq_len: int, num_heads: int, is_causal: bool, num_kv_heads: int | None = None) -> Tensor:
-        seq_len, (num_heads, kv_heads) = checks.positive("seq_len", seq_len), checks.kv_heads(num_heads, num_kv_heads)
+        seq_len = checks.positive("seq_len", seq_len)
+        num_heads, kv_heads = checks.kv_heads(num_heads, num_kv_heads)
         ratio = num_heads // kv_heads
         keys = torch.zeros(num_heads, seq_len, dtype=torch.int64, device="cpu")
         for group in plan_of(self.dilated.branches(kv_heads), (0, seq_len)).groups:
@@ -662,7 +677,8 @@ class Product(_Term):
             layout = layout.for_heads(num_heads)
             seen = (layout.causal() if is_causal else layout).seen[0].cpu().expand(num_heads, -1)
             for member in range(ratio):
-                first, step = group.head * ratio + member, group.head_stride * ratio
+                first = group.head * ratio + member
+                step = group.head_stride * ratio
                 keys.as_strided(
                     (group.heads, rows.segments, rows.count),
                     (step * seq_len, rows.segment, rows.stride),

@@ -36,7 +36,8 @@ def plot_product(product: Any, seq_len: int, head: int, num_heads: int, is_causa
             layout = product.layout_of(len(tokens)).to("cpu")
             blocks = layout.dense_blocks()[0, head % layout.num_heads].numpy()
             pixel = tokens * side // seq_len
-            low, high = pixel[0], pixel[-1] + 1
+            low = pixel[0]
+            high = pixel[-1] + 1
             rows, columns = (
                 _tokens_in(size, number, pixel - low)
                 for size, number in zip(layout.block_size, blocks.shape, strict=True)
@@ -57,14 +58,16 @@ def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None 
     image = np.zeros((side, side))
     edges = -(-np.arange(side + 1) * seq_len // side)
     for group in groups:
-        rows, keys = group.queries, group.keys
+        rows = group.queries
+        keys = group.keys
         number = rows.segments * rows.count
         whole, rest = np.divmod(edges - rows.start, rows.segment if rows.segments > 1 else seq_len + 1)
         earlier = np.clip(whole * rows.count + np.clip(-(-rest // rows.stride), 0, rows.count), 0, number)
         segment, row = np.divmod(np.arange(0, number, max(1, number // (4 * side))), rows.count)
         pixel = (rows.start + segment * rows.segment + row * rows.stride) * side // seq_len
         share = np.diff(earlier) / np.maximum(np.bincount(pixel, minlength=side), 1)
-        row, segment = row[:, None], segment[:, None]
+        row = row[:, None]
+        segment = segment[:, None]
         start = 0 if group.low is None else np.clip(row + group.low, 0, keys.count)
         stop = keys.count if group.high is None else np.clip(row + group.high + 1, 0, keys.count)
         first = keys.start + segment * (keys.segment if keys.segments > 1 else 0)

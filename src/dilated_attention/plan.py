@@ -86,25 +86,29 @@ class StridedGroup(NamedTuple):
 
     def shifted(self, tokens: int, heads: int = 0) -> StridedGroup:
         """Return the group whose rows lie `tokens` further on, in KV heads that are `heads` further on."""
-        queries, keys = self.queries.shifted(tokens), self.keys.shifted(tokens)
+        queries = self.queries.shifted(tokens)
+        keys = self.keys.shifted(tokens)
         return self._replace(queries=queries, keys=keys, head=self.head + heads)
 
     def runs(self, length: int) -> Iterator[StridedGroup]:
         """Yield this group in runs of at most `length` queries, each with the keys that some of its queries see."""
         for start in range(0, self.queries.count, length):
             run = slice_rows(self.queries, start, min(start + length, self.queries.count))
-            low, high = (None if x is None else x + start for x in (self.low, self.high))
-            found = trimmed(run, self.keys, low, high)
+            found = trimmed(run, self.keys, moved((self.low, self.high), start))
             if found is not None:
                 some, seen, (low, high) = found
                 yield self._replace(queries=some, keys=seen, low=low, high=high)
 
     def entries(self) -> int:
         """Count the group's score entries in one sample, over all its KV heads, as if each had a single query head."""
-        rows, keys = self.queries.count, self.keys.count
-        beyond = 0 if self.high is None else _above(rows, keys, self.high)
-        before = 0 if self.low is None else _above(keys, rows, -self.low)
-        return self.heads * self.queries.segments * (rows * keys - beyond - before)
+        rows = self.queries.count
+        keys = self.keys.count
+        seen = rows * keys
+        if self.high is not None:
+            seen -= _above(rows, keys, self.high)
+        if self.low is not None:
+            seen -= _above(keys, rows, -self.low)
+        return self.heads * self.queries.segments * seen
 
 
 def _above(rows: int, columns: int, diagonal: int) -> int:
@@ -165,7 +169,9 @@ def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
     """Cut an ascending list into arithmetic progressions (first, count, step), greedily."""
     i = 0
     while i < len(heads):
-        step = heads[i + 1] - heads[i] if i + 1 < len(heads) else 1
+        step = 1
+        if i + 1 < len(heads):
+            step = heads[i + 1] - heads[i]
         count = 1
         while i + count < len(heads) and heads[i + count] - heads[i + count - 1] == step:
             count += 1
@@ -192,7 +198,8 @@ def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans
     """Find the segments that hold some of `tokens` [start, stop), and return them as runs of equal segments. Segments
     of `segment` tokens follow one another from the start of `grid` [start, stop), whose end may cut the last one."""
     begin, end = grid
-    lower, upper = max(tokens[0], begin), min(tokens[1], end)
+    lower = max(tokens[0], begin)
+    upper = min(tokens[1], end)
     if lower >= upper:
         return Spans(segment, lower, upper, ())
     segment = min(segment, end - begin)
@@ -218,8 +225,10 @@ def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, bool]
     found = []
     for start, stop, segments, beyond in runs:
         first = start + offset
-        earlier = -((first - lower) // rate) if first < lower else 0
-        count = -((first - (stop if stop < upper else upper)) // rate) - earlier
+        earlier = 0
+        if first < lower:
+            earlier = -((first - lower) // rate)
+        count = -((first - min(stop, upper)) // rate) - earlier
         if count > 0:
             rows = Rows(first + earlier * rate, segment, segments, rate, count)
             found.append((rows, (first - stop) // rate - -segment // rate, beyond))
@@ -247,7 +256,8 @@ def compile_groups(
             members = list(progressions(heads)) if len(heads) > 1 else [(heads[0], 1, 1)]
             written = 0
             for queries, keys, (low, high), phantoms, begins in parts(branch, offset):
-                written += queries.segments * queries.count if begins else 0
+                if begins:
+                    written += queries.segments * queries.count
                 writes = first and begins
                 for head, number, step in members:
                     groups.append(StridedGroup(queries, keys, head, number, step, low, high, writes, phantoms))
@@ -278,13 +288,15 @@ def sights(
     leading = branches.leading[branch] if branches.leading else 0
     low, high = branches.bands[branch] if branches.bands else EVERY
     if leading:
-        first, later = (queries[0], min(leading, queries[1])), (max(leading, queries[0]), queries[1])
+        first = (queries[0], min(leading, queries[1]))
+        later = (max(leading, queries[0]), queries[1])
         yield Part(_interval(*later), _interval(keys[0], min(leading, keys[1])), EVERY)
         yield Part(_interval(*first), _interval(*keys), (None, 0 if is_causal else None))
-    if is_causal:
-        high = 0 if high is None else min(high, 0)
+    if is_causal and (high is None or high > 0):
+        high = 0
     some_queries, some_keys = ((max(start, leading), stop) for start, stop in (queries, keys))
-    rate, end = branches.dilation_rates[branch], max(queries[1], keys[1])
+    rate = branches.dilation_rates[branch]
+    end = max(queries[1], keys[1])
     segment = min(branches.segment_lengths[branch], end)
     for start, segments in _runs(segment, some_queries, some_keys):
         stop = min(start + segment, end)
@@ -293,8 +305,10 @@ def sights(
                 _rows(start + residue, rate, max(start, lower), min(stop, upper), segment, segments)
                 for lower, upper in (some_queries, some_keys)
             )
-            short = -(-segment // rate) - max(0, -(-(stop - start - residue) // rate))
-            yield Part(rows, columns, (low, high), 0 if is_causal or branches.compat is None else short)
+            zeros = 0
+            if branches.compat is not None and not is_causal:
+                zeros = -(-segment // rate) - max(0, -(-(stop - start - residue) // rate))
+            yield Part(rows, columns, (low, high), zeros)
 
 
 def parts_of(
@@ -327,11 +341,13 @@ def _compile(branches: Branches, queries: tuple[int, int], keys: tuple[int, int]
 def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
     """Return the plan of self-attention over segments. This takes a tenth of the time of the general `_compile`."""
     cuts = [spans(segment, (0, seq_len), (0, seq_len)) for segment in branches.segment_lengths]
-    counts_zeros, causal = branches.compat is not None and not is_causal, (None, 0)
+    counts_zeros = branches.compat is not None and not is_causal
 
     def parts(branch: int, offset: int) -> Iterator[Part]:
         for own, short, _ in rows_of(cuts[branch], branches.dilation_rates[branch], offset):
-            band = causal if is_causal and own.count > 1 else EVERY
+            band: Band = EVERY
+            if is_causal and own.count > 1:
+                band = (None, 0)
             yield Part(own, own, band, short if counts_zeros else 0)
 
     groups, covered = compile_groups(branches, parts, seq_len)
@@ -341,7 +357,8 @@ def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
 def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Yield the segments that have both queries and keys, as (position of the first token, number of segments). Those
     that lie wholly in both form one run; others, at most the first and the last, come alone."""
-    lower, upper = max(queries[0], keys[0]), min(queries[1], keys[1])
+    lower = max(queries[0], keys[0])
+    upper = min(queries[1], keys[1])
     if queries[0] >= queries[1] or keys[0] >= keys[1]:
         return
     first = max(queries[0] // segment, keys[0] // segment)
@@ -372,23 +389,38 @@ def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
     if queries.count <= 0 or keys.count <= 0:
         return None
     shift = (keys.start - queries.start) // queries.stride
-    low, high = (None if x is None else x - shift for x in band)
-    return trimmed(queries, keys, low, high)
+    return trimmed(queries, keys, moved(band, -shift))
 
 
-def trimmed(rows: Rows, columns: Rows, low: int | None, high: int | None) -> tuple[Rows, Rows, Band] | None:
+def moved(band: Band, by: int) -> Band:
+    low, high = band
+    return None if low is None else low + by, None if high is None else high + by
+
+
+def trimmed(rows: Rows, columns: Rows, band: Band) -> tuple[Rows, Rows, Band] | None:
     """Return the rows (queries) that see a column (key), the columns that some row sees, and the band between them;
     None if there are none. Row i sees column j iff low <= j - i <= high; the returned band counts from the first
     returned row and column, and its bounds that hide nothing are None."""
-    left = 0 if low is None else max(0, low)
-    right = columns.count if high is None else min(columns.count, high + rows.count)
-    top = 0 if high is None else max(0, left - high)
-    bottom = rows.count if low is None else min(rows.count, right - low)
+    low, high = band
+    left, right = 0, columns.count
+    if low is not None:
+        left = max(left, low)
+    if high is not None:
+        right = min(right, high + rows.count)
+    top, bottom = 0, rows.count
+    if high is not None:
+        top = max(top, left - high)
+    if low is not None:
+        bottom = min(bottom, right - low)
     if left >= right or top >= bottom:
         return None
-    rows, columns = slice_rows(rows, top, bottom), slice_rows(columns, left, right)
-    low = None if low is None or low + top - left <= 1 - rows.count else low + top - left
-    high = None if high is None or high + top - left >= columns.count - 1 else high + top - left
+    rows = slice_rows(rows, top, bottom)
+    columns = slice_rows(columns, left, right)
+    low, high = moved(band, top - left)
+    if low is not None and low <= 1 - rows.count:
+        low = None
+    if high is not None and high >= columns.count - 1:
+        high = None
     return rows, columns, (low, high)
 
 
@@ -416,7 +448,9 @@ def plan_in_layout(at: tuple[int, int], queries: int, keys: int, num_heads: int)
     first key."""
     rows = Rows(0, queries, 1, 1, queries)
     columns = Rows(0, keys, 1, 1, keys)
-    groups = (StridedGroup(rows, columns, 0, num_heads, 1, first=True, at=at),) if queries and keys else ()
+    groups: tuple[StridedGroup, ...] = ()
+    if queries and keys:
+        groups = (StridedGroup(rows, columns, 0, num_heads, 1, first=True, at=at),)
     return Plan(queries, num_heads, groups, covered=bool(groups), square=False)
 
 
@@ -438,9 +472,11 @@ def row_counts(branches: Branches, seq_len: int) -> set[int]:
 
     Heads with the offset `ALL` do not count. No plan is used: `torch.compile` cannot trace the lock of its cache.
     """
-    counts = set()
+    counts: set[int] = set()
+    if not seq_len:
+        return counts
     for segment, rate, offsets in zip(*branches[:3], strict=True):
         segment = max(1, min(segment, seq_len))
-        lengths = {segment, seq_len % segment} if seq_len else set()
-        counts |= {-(-(length - offset) // rate) for length in lengths for offset in offsets if 0 <= offset < length}
+        for length in {segment, seq_len % segment}:
+            counts |= {-(-(length - offset) // rate) for offset in offsets if 0 <= offset < length}
     return counts

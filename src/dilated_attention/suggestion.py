@@ -56,7 +56,8 @@ def suggest_pattern(
         if checks.positive(name, value) > sys.maxsize:  # the longest range of Python
             raise ValueError(f"{name} must be at most {sys.maxsize}; got {value}")
     checks.boolean("is_causal", is_causal)
-    problem, most = _Problem(int(seq_len), int(num_heads), is_causal), int(most)
+    problem = _Problem(int(seq_len), int(num_heads), is_causal)
+    most = int(most)
     allowed = problem.allowed(budget)
     found = problem.longest_first(allowed, [*(1 << i for i in range(1, most.bit_length())), most])
     if found is None:

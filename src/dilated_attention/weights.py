@@ -76,8 +76,10 @@ def attention_weights(
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         batch, seq_len, heads, head_dim = q.shape
         kv_heads = k.shape[2]
-        wide_q, wide_k = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale), k.to(lse.dtype)
-        indices, values = [torch.empty(4, 0, dtype=torch.int64, device=q.device)], [lse.new_empty(0)]
+        wide_q = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale)
+        wide_k = k.to(lse.dtype)
+        indices = [torch.empty(4, 0, dtype=torch.int64, device=q.device)]
+        values = [lse.new_empty(0)]
         groups: list[tuple[Pattern, StridedGroup]] = []
         for part in pattern.parts if isinstance(pattern, Sum) else (pattern,):
             branches = branched_factor(part, seq_len).branches(kv_heads)
@@ -91,7 +93,8 @@ def attention_weights(
                 layout = layout.for_heads(heads)
                 layout = layout.causal() if is_causal else layout
             sample, head, segment, queries, keys, seen = _tiles(group, layout, batch, heads // kv_heads)
-            sample, head = sample.to(q.device)[:, None], head.to(q.device)[:, None]
+            sample = sample.to(q.device)[:, None]
+            head = head.to(q.device)[:, None]
             query, key = (
                 _tokens(rows, segment, at).to(q.device) for rows, at in ((group.queries, queries), (group.keys, keys))
             )
@@ -125,7 +128,9 @@ def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: i
     The result is: sample, query head, segment, each `(tiles,)`; positions in the segment of the queries `(tiles, rows)`
     and of the keys `(tiles, columns)`; which pairs are seen, `(tiles, rows, columns)`.
     """
-    count, columns, segments = group.queries.count, group.keys.count, group.queries.segments
+    count = group.queries.count
+    columns = group.keys.count
+    segments = group.queries.segments
     kv_head = torch.arange(group.heads, device="cpu") * group.head_stride + group.head
     heads = (kv_head[:, None] * ratio + torch.arange(ratio, device="cpu")).flatten()
     if layout is None:
@@ -133,7 +138,8 @@ def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: i
         here = torch.ones(batch, len(heads), segments, 1, dtype=torch.bool, device="cpu")
     else:
         layout = layout.to("cpu")
-        lane, block = layout.row // layout.query_blocks, layout.row % layout.query_blocks
+        lane = layout.row // layout.query_blocks
+        block = layout.row % layout.query_blocks
         queries = block[:, None] * layout.q_block + torch.arange(layout.q_block, device="cpu")
         keys = layout.indices[:, None] * layout.k_block + torch.arange(layout.k_block, device="cpu")
         here = torch.ones(batch, len(heads), segments, layout.nnz, dtype=torch.bool, device="cpu")
@@ -148,7 +154,8 @@ def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: i
         seen &= distance >= group.low
     if group.high is not None or (layout is not None and layout.is_causal):
         seen &= distance <= (group.high or 0)
-    queries, keys = queries.clamp(max=count - 1), keys.clamp(max=columns - 1)
+    queries = queries.clamp(max=count - 1)
+    keys = keys.clamp(max=columns - 1)
     return sample, heads[head], segment, queries[tile], keys[tile], seen[tile]
 
 

@@ -181,7 +181,8 @@ def _size_of_density(grid: BlockGrid, density: float, spans: Callable[..., Spans
     most = reached(grid.seq_len)
     if most < density:
         raise ValueError(f"density={density} is out of reach: at most {most:.4g} for these arguments")
-    low, high = 1, grid.seq_len
+    low = 1
+    high = grid.seq_len
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if reached(middle) >= density else (middle + 1, high)
@@ -208,7 +209,8 @@ def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
             break
     # the first `few` distinct values in drawing order are a uniform subset
     taken = (novel & (seen.gather(1, order) <= few[:, None])).nonzero()
-    row, value = taken[:, 0], value[tuple(taken.T)]
+    row = taken[:, 0]
+    value = value[tuple(taken.T)]
     if not bool(dense.any()):
         return wanted, value
     width = int(visible.max())

@@ -56,9 +56,11 @@ def check_causal(grid: BlockGrid, counts: Tensor, indices: Tensor) -> None:
 
 def from_mask(mask: Tensor, seq_len: int | None, block_size: BlockSize, is_causal: bool) -> tuple[BlockGrid, Lists]:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind, remedy = type(mask).__name__, "give torch.as_tensor(mask)"
+        kind = type(mask).__name__
+        remedy = "give torch.as_tensor(mask)"
         if isinstance(mask, Tensor):
-            kind, remedy = str(mask.dtype), "use mask > threshold"
+            kind = str(mask.dtype)
+            remedy = "use mask > threshold"
         raise ValueError(f"mask must be a boolean tensor (True: the block is active), got {kind}; {remedy}")
     if not 2 <= mask.ndim <= 4:
         raise ValueError(f"mask must be ([batch,] [heads,] query blocks, key blocks), got shape {tuple(mask.shape)}")
@@ -76,14 +78,16 @@ def from_mask(mask: Tensor, seq_len: int | None, block_size: BlockSize, is_causa
             f"mask must have {grid.rows} x {grid.columns} blocks for seq_len={seq_len} and blocks of "
             f"{grid.q_block} x {grid.k_block}, got {mask.shape[-2]} x {mask.shape[-1]}"
         )
-    counts, indices = mask.sum(-1), mask.nonzero()[:, -1]
+    counts = mask.sum(-1)
+    indices = mask.nonzero()[:, -1]
     check_causal(grid, counts, indices)
     return grid, (counts, indices)
 
 
 def from_indices(indptr: Tensor | Sequence[int], indices: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return (indptr, indices) as int64, indptr with three dimensions; `check_lists` checks the content."""
-    indptr, indices = _integers("indptr", indptr), _integers("indices", indices)
+    indptr = _integers("indptr", indptr)
+    indices = _integers("indices", indices)
     if not 1 <= indptr.ndim <= 3:
         raise ValueError(
             f"indptr must be ([batch,] [heads,] query blocks + 1), got shape {tuple(indptr.shape)}; "
@@ -195,9 +199,11 @@ def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple
 def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask:
     from torch.nn.attention.flex_attention import BlockMask  # sympy, in PyTorch 2.15
 
-    counts, lead = indptr.diff(dim=-1), tuple(indptr.shape[:2])
+    counts = indptr.diff(dim=-1)
+    lead = tuple(indptr.shape[:2])
     row = rows_of(counts, indices.numel())
-    query, end = row % grid.rows, grid.seq_len
+    query = row % grid.rows
+    end = grid.seq_len
     cut = grid.cut(row, indices) | ((indices + 1) * grid.k_block > end) | ((query + 1) * grid.q_block > end)
     key_row = row // grid.rows * grid.columns + indices
     lists = []
@@ -205,7 +211,8 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
         lists.append(_rectangle(row[keep], indices[keep], (*lead, grid.rows), grid.columns))
         order = key_row[keep].argsort(stable=True)
         lists.append(_rectangle(key_row[keep][order], query[keep][order], (*lead, grid.columns), grid.rows))
-    (kv, q), (full_kv, full_q) = lists[:2], lists[2:]
+    kv, q = lists[:2]
+    full_kv, full_q = lists[2:]
     sees = _sees(grid, indptr, indices, steps=int(counts.max()).bit_length())
     size = grid.q_block, grid.k_block
     return BlockMask((end, end), *kv, *full_kv, *q, *full_q, BLOCK_SIZE=size, mask_mod=sees)
@@ -230,18 +237,23 @@ def _sees(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return a mask_mod that says whether a pair's block is listed (and, if causal, k <= q), by `steps` bisections, the
     bit length of the longest list's length."""
-    shared_batch, shared_head = indptr.shape[0] == 1, indptr.shape[1] == 1
+    shared_batch = indptr.shape[0] == 1
+    shared_head = indptr.shape[1] == 1
     listed = indices if indices.numel() else indices.new_full((1,), -1)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        b, h = b * 0 if shared_batch else b, h * 0 if shared_head else h
-        i, j = q // grid.q_block, k // grid.k_block
+        b = b * 0 if shared_batch else b
+        h = h * 0 if shared_head else h
+        i = q // grid.q_block
+        j = k // grid.k_block
         end = indptr[b, h, i + 1]
-        low, high = indptr[b, h, i], end
+        low = indptr[b, h, i]
+        high = end
         for _ in range(steps):
             middle = (low + high) // 2
             right = (low < high) & (listed[middle.clamp(max=listed.numel() - 1)] < j)
-            low, high = torch.where(right, middle + 1, low), torch.where(right, high, middle)
+            low = torch.where(right, middle + 1, low)
+            high = torch.where(right, high, middle)
         found = (low < end) & (listed[low.clamp(max=listed.numel() - 1)] == j)
         return found & (k <= q) if grid.is_causal else found
 
@@ -295,8 +307,10 @@ def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> 
     last = grid.seq_len - 1
     at_once = max(1, 2**22 // (grid.q_block * grid.k_block))
     for some in (blocks[start : start + at_once] for start in range(0, len(blocks), at_once)):
-        row, column = (some // grid.columns)[:, None, None], (some % grid.columns)[:, None, None]
-        i, j = row % grid.rows * grid.q_block + step_q[:, None], column * grid.k_block + step_k
+        row = (some // grid.columns)[:, None, None]
+        column = (some % grid.columns)[:, None, None]
+        i = row % grid.rows * grid.q_block + step_q[:, None]
+        j = column * grid.k_block + step_k
         inside = (i <= last) & (j <= last)
         index = row // grid.rows // heads, row // grid.rows % heads, i.clamp(max=last), j.clamp(max=last)
         flat = [x.expand(inside.shape).reshape(-1) for x in index]

@@ -137,9 +137,11 @@ def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
     if grid.is_causal:
         torch.minimum(last, grid.queries()[1], out=last)
     # Not first.clamp_(min=0): Inductor of PyTorch 2.13 fails on max(0, number) where the number follows from arange.
-    first, last = torch.where(first < 0, 0, first), last.clamp_(max=grid.seq_len - 1)
+    first = torch.where(first < 0, 0, first)
+    last = last.clamp_(max=grid.seq_len - 1)
     empty = last < first
-    low, high = first.floor_divide_(grid.k_block), last.floor_divide_(grid.k_block).add_(1).masked_fill_(empty, 0)
+    low = first.floor_divide_(grid.k_block)
+    high = last.floor_divide_(grid.k_block).add_(1).masked_fill_(empty, 0)
     if len(spans) > 1:
         low, order = low.sort(dim=1)
         high = high.gather(1, order)
@@ -151,6 +153,7 @@ def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
 def lists_of_spans(grid: BlockGrid, spans: Spans) -> Lists:
     low, length = runs_of_spans(grid, spans)
     counts = length.sum(-1)
-    low, length = low.flatten(), length.flatten()
+    low = low.flatten()
+    length = length.flatten()
     indices = torch.repeat_interleave(low.sub_(length.cumsum(0)).add_(length), length)
     return counts, indices.add_(torch.arange(indices.numel(), device="cpu"))

@@ -407,14 +407,18 @@ class BlockLayout:
         return lasting(self._transpose, self.device)
 
     def _transpose(self) -> Transposed:
-        rows, columns, lists = self.query_blocks, self.key_blocks, self.batch_size * self.num_heads
+        rows = self.query_blocks
+        columns = self.key_blocks
+        lists = self.batch_size * self.num_heads
         if self.device.type == "cpu" and compiled.available():
             starts = row_offsets(compiled.column_counts(self.indptr, self.indices, columns))
             return Transposed(starts, compiled.rows_of_columns(self.indptr, self.indices, starts))
-        row, key = self.row, self.indices
+        row = self.row
+        key = self.indices
         if lists > 1:
             first = row // rows
-            row, key = row - first * rows, key + first * columns
+            row = row - first * rows
+            key = key + first * columns
         counts = torch.bincount(key, minlength=lists * columns)
         indices = sort_keys((key * rows).add_(row), "quicksort").remainder_(rows)
         return Transposed(row_offsets(counts.reshape(self.batch_size, self.num_heads, columns)), indices)
@@ -429,8 +433,10 @@ class BlockLayout:
         """Return the number of keys that each token sees, int64 `(batch or 1, heads or 1, seq)`."""
         size = torch.full((self.key_blocks,), self.k_block, device=self.device)
         size[-1] = self.seq_len - (self.key_blocks - 1) * self.k_block
-        row, number = self.row, size[self.indices]
-        cut, rows = self.masked, self.indptr[..., 1:].numel()
+        row = self.row
+        number = size[self.indices]
+        cut = self.masked
+        rows = self.indptr[..., 1:].numel()
         whole = number.new_zeros(rows).index_add_(0, row[~cut], number[~cut])
         query = (row[cut] % self.query_blocks * self.q_block)[:, None] + torch.arange(self.q_block, device=self.device)
         before = (query + 1 - (self.indices[cut] * self.k_block)[:, None]).clamp_(min=0)
@@ -464,7 +470,8 @@ class BlockLayout:
         count is for one batch element, or for all of them if each has its own lists. num_heads is as in `coverage`.
         `is_causal`: count the layout made causal, as a causal call computes it.
         """
-        num_heads, head_dim = checks.positive("num_heads", num_heads), checks.positive("head_dim", head_dim)
+        num_heads = checks.positive("num_heads", num_heads)
+        head_dim = checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
         layout = self._for_queries(seq_len, num_heads)
         layout = layout.causal() if is_causal else layout
@@ -518,7 +525,8 @@ class BlockLayout:
     def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
         """Return a layout with the lists of these batch elements and heads alone, in the given order; None: all."""
         self.require_unchanged()
-        samples, lists = _chosen("batch", batch, self.batch_size), _chosen("heads", heads, self.num_heads)
+        samples = _chosen("batch", batch, self.batch_size)
+        lists = _chosen("heads", heads, self.num_heads)
         if samples == lists == slice(None):
             return self
         indptr = self.indptr[samples][:, lists]
