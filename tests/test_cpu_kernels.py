@@ -35,7 +35,7 @@ from conformance import (
     problem,
     random_calls,
 )
-from dilated_attention import attention, dilated_attention, explain
+from dilated_attention import attention, dilated_attention, explain, plan_cache
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.jobs import NEARBY
@@ -279,6 +279,15 @@ class TestFeatures(Forced):
         ]
         counts = count_matrix((32, 64, 100), (1, 2, 3), offsets, 100, is_causal=is_causal)
         check(tensors(1, 100, 4, 2, 16, dtype), parts, counts, is_causal=is_causal)
+
+    @both
+    @pytest.mark.parametrize("length", [0, 1, 65, 129])
+    def test_rows_after_the_end_of_a_sample(self, length, is_causal, dtype):
+        w, r = (32, 96), (1, 2)
+        plan, offsets = dilated(130, 2, w, r)
+        counts = count_matrix(w, r, offsets, 130, is_causal=is_causal)
+        counts[:, length:] = counts[:, :, length:] = 0
+        check(tensors(1, 130, 2, 2, 16, dtype), [plan], counts, is_causal=is_causal, lengths=torch.tensor([length]))
 
     @both
     def test_ragged(self, is_causal, dtype):
@@ -934,6 +943,14 @@ def test_a_ragged_batch_is_one_launch(monkeypatch):
     out = dilated_attention(q, q, q, [64], [1], lengths=[50, 7, 20], backend="cpu")
     out.sum().backward()
     assert kernels.count("forward") == kernels.count("dkdv") == 1
+
+
+def test_samples_of_other_lengths_need_no_other_plan():
+    q = torch.randn(3, 50, 2, 16)
+    dilated_attention(q, q, q, [32], [1], lengths=[50, 7, 20], backend="cpu")
+    before = plan_cache.info().misses
+    dilated_attention(q, q, q, [32], [1], lengths=[3, 50, 41], backend="cpu")
+    assert plan_cache.info().misses == before
 
 
 def test_the_library_needs_nothing_of_python_or_torch():

@@ -108,6 +108,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if call.lengths is None and call.cu_seqlens is None:
         return list(run(_problem(call, q, k), q, k, v))
     slices = call.samples(q.shape[1])
+    if _is_cut(call):
+        return list(run(_cut_problem(call, q, k), q, k, v))
     if call.backend.packs_samples and not call.layouts:
         out, lse = run(_packed_problem(call, q, k, slices), *_packed(q, k, v))
         return [out.view(q.shape).detach(), lse.view(q.shape[:3]).detach()]  # views could not be changed in place
@@ -146,6 +148,8 @@ def backward(
     if call.lengths is None and call.cu_seqlens is None:
         return run(_problem(call, q, k), *tensors)
     slices = call.samples(q.shape[1])
+    if _is_cut(call):
+        return run(_cut_problem(call, q, k), *tensors)
     if call.backend.packs_samples and not call.layouts:
         dq, dk, dv = run(_packed_problem(call, q, k, slices), *_packed(*tensors))
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
@@ -177,6 +181,18 @@ def _problem(
     if at is None and attributes.empty:
         call.problems[shapes] = problem
     return problem
+
+
+def _is_cut(call: Call) -> bool:
+    """Return whether all samples of a padded batch share the plan of the longest: a shorter one sees what the longest
+    would, up to its end. With `compat` it would not, because keys are added at the end of a sample."""
+    return call.backend.skips_rows and call.lengths is not None and not call.layouts and call.branches.compat is None
+
+
+def _cut_problem(call: Call, q: Tensor, k: Tensor) -> Problem:
+    assert call.lengths is not None
+    lengths = call.lengths.to("cpu", torch.int64).contiguous()
+    return replace(_problem(call, q, k), lengths=lengths)
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:

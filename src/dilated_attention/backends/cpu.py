@@ -211,9 +211,10 @@ def backward(
 
     add_dkdv = state is not None or len(together) + len(keys) > 1
     add_dq = state is not None or bool(together) or len(queries) > 1
-    covered = plan.covered and plan.square and problem.hidden is None and q.numel() > 0
+    whole = plan.covered and problem.lengths is None
+    covered = whole and plan.square and problem.hidden is None and q.numel() > 0
     dq, dk, dv = state or (
-        tiles.gradient(q, add_dq, plan.covered),
+        tiles.gradient(q, add_dq, whole),
         tiles.gradient(k, add_dkdv, covered),
         tiles.gradient(v, add_dkdv, covered),
     )
@@ -292,7 +293,7 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
 
 _POINTERS = (
     "q", "k", "v", "dout", "out", "lse", "dlse", "stats", "dq", "dk", "dv", "lines", "jobs", "indptr", "indices",
-    "hidden", "query_words", "key_words",
+    "hidden", "lengths", "query_words", "key_words",
 )  # fmt: skip
 _INTEGERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh", "vsb", "vsn", "vsh", "dsb", "dsn", "dsh",
@@ -348,7 +349,7 @@ class _Arguments:
             threads=torch.get_num_threads() if self.shared else 1, scores=_Scores(*problem.scores),
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
-        self.set(q=q, k=k, v=v)
+        self.set(q=q, k=k, v=v, lengths=problem.lengths)
         if problem.hidden is not None:
             self.set(hidden=problem.hidden[..., 0].expand(batch, -1).contiguous())
         if problem.scores.dropout_p:

@@ -30,12 +30,15 @@ class Problem:
         attributes: what else is read per token; heads of keys differ where keys were received from other ranks.
         layouts: the block layout inside a segment, for each number of keys that a segment has; on the device of q, and
             causal if the call is. None where every key of a segment is seen.
+        lengths: the number of tokens of each sample, int64 `(batch,)`, contiguous. Later rows see nothing and are not
+            seen. Only backends with `skips_rows` get it. None: all tokens.
     """
 
     plan: Plan
     scores: Scores
     attributes: Attributes = NO_ATTRIBUTES
     layouts: Layouts | None = None
+    lengths: Tensor | None = None
 
     @property
     def hidden(self) -> Tensor | None:

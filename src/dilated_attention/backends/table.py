@@ -40,6 +40,8 @@ class Backend:
             in parts.
         masks_over_mesh: they can also do so with a key mask or dropout, which differ by KV head where received rows do.
         packs_samples: it computes all samples of a ragged call as one sequence with one plan.
+        skips_rows: it never reads a hidden row of k and v, and it computes all samples of a padded batch with one plan,
+            without the rows after their ends (`Problem.lengths`).
         details: what else `explain` should say about a call that it serves.
     """
 
@@ -54,6 +56,7 @@ class Backend:
     over_mesh: bool = False
     masks_over_mesh: bool = False
     packs_samples: bool = False
+    skips_rows: bool = False
     details: Callable[[Facts], str] | None = None
 
     def why_not(self, facts: Facts) -> str | None:
@@ -75,6 +78,7 @@ _REGISTERED = (
     Backend(
         "cpu", "our own kernels in C++, measured as fast as PyTorch's operators or faster",
         cpu.refusal, cpu.on_request, cpu.forward, cpu.backward, cpu.prepare, over_mesh=True, packs_samples=True,
+        skips_rows=True,
         details=lambda facts: cpu.instruction_set_of(facts.dtype),
     ),
     Backend(

@@ -67,30 +67,32 @@ class BackwardDq {
     Parts parts(memory + kept.floats());
     const Tile &tile = *task.tile;
     const int64_t b = task.b, h = tile.head, n = h * call.G + task.g, heads = call.H * call.G;
+    const int rows = rows_in(call, b, tile);
+    if (rows == 0) return;
     int64_t *token = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
     for (int i = 0; i < own; i++) token[i] = tile.start + int64_t(i) * tile.stride, row[i] = i;
-    const Held held{tile.rows, token, row};
+    const Held held{rows, token, row};
     float *q = parts.take(own * shape.stride), *dout = parts.take(own * shape.stride);
     float *dq = parts.take(own * shape.columns), *lse = parts.take(own), *delta = parts.take(own);
     float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES);
     int32_t *word = parts.take<int32_t>(CHUNK);
 
     const auto K = inputs.k(b, h), V = inputs.v(b, h);
-    shape.gather_lanes(inputs.q(b, n), token, tile.rows, q);
-    shape.gather_lanes(inputs.dout(b, n), token, tile.rows, dout);
-    read_stats(inputs.stats(b, n), token, tile.rows, round_up(tile.rows, LANES), lse, delta);
-    const int64_t sums = round_up(tile.rows, LANES) * shape.columns;
+    shape.gather_lanes(inputs.q(b, n), token, rows, q);
+    shape.gather_lanes(inputs.dout(b, n), token, rows, dout);
+    read_stats(inputs.stats(b, n), token, rows, round_up(rows, LANES), lse, delta);
+    const int64_t sums = round_up(rows, LANES) * shape.columns;
     for (int64_t i = 0; i < sums; i += WIDTH) store(dq + i, zeros());
     const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
                       float(call.keep_scale)};
-    if (words.any) read_query_words(call, b, n, token, tile.rows, first, second);
+    if (words.any) read_query_words(call, b, n, token, rows, first, second);
 
     const auto with_gradient = [&](auto body) {
       with_rows<Element>(call.dq, call.add_dq, b, n, call.N, heads, call.D, body);
     };
     for_each_chunk<Side::queries>(inputs, kept, memory, task, next, [&](const Chunk &chunk, Ahead &ahead, bool last) {
-      if (last) with_gradient([&](auto rows, bool) { ahead.add(rows, call.D, token, tile.rows); });
+      if (last) with_gradient([&](auto to, bool) { ahead.add(to, call.D, token, rows); });
       Kept::Slot &slot = kept.find(memory, chunk, b, h);
       Parts rows(slot.rows);
       Word *k_values = rows.take(shape.values), *k = rows.take(CHUNK * shape.stride);
@@ -111,8 +113,8 @@ class BackwardDq {
         scaling.capped ? attend(std::true_type()) : attend(std::false_type());
       }
     });
-    for (int i = 0; i < tile.rows; i++) lse[i] = float(call.scores.scale);
-    with_gradient([&](auto rows, bool add) { shape.write_sums(dq, lse, rows, token, tile.rows, add); });
+    for (int i = 0; i < rows; i++) lse[i] = float(call.scores.scale);
+    with_gradient([&](auto to, bool add) { shape.write_sums(dq, lse, to, token, rows, add); });
   }
 };
 
@@ -157,10 +159,11 @@ class BackwardDkdv {
     int64_t *token = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *word = parts.take<int32_t>(own);
     int held_rows = 0;
-    for (int i = 0; i < tile.rows; i++) {
+    for (int i = 0; i < rows_in(call, b, tile); i++) {
       token[held_rows] = tile.start + int64_t(i) * tile.stride, row[held_rows] = i;
       held_rows += !(call.hidden && call.hidden[b * call.M + token[held_rows]]);
     }
+    if (held_rows == 0) return;
     const Held held{held_rows, token, row};
     float *k = parts.take(own * shape.stride), *v = parts.take(own * shape.stride);
     float *k_values = parts.take(own * shape.columns);

@@ -37,6 +37,7 @@ struct Call {
   const int64_t *jobs;              // job x is lines jobs[x] to jobs[x + 1] - 1, which one thread computes in order
   const int64_t *indptr, *indices;  // lists of blocks, or null
   const uint8_t *hidden;            // (B, M): keys that nobody sees, or null
+  const int64_t *lengths;           // (B): tokens of each sample, later rows see nothing and are not seen; or null
   const int32_t *query_words, *key_words;  // dropout (backends/dropout.py): (B, N, H * G, 2) and by kwn, kwh; or null
   int64_t B, N, M, H, G, D;
   int64_t qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh;

@@ -213,7 +213,8 @@ class Few {
       }
       const int64_t stretches = least(bytes / ROOM, listed / (LEAST * held.count)) + 1;
       for (int64_t stretch = 1; stretch <= stretches; stretch++)
-        for (int64_t x = 0; x < held.count; x++)
+        for (int64_t x = 0; x < held.count; x++) {
+          if (!within(call, b, held.rows[x].token, 1, 1)) continue;
           while (streams[x].next(chunk, stretch == stretches ? INT64_MAX : positions * stretch / stretches)) {
             int count = chunk.edged ? 0 : chunk.count;
             for (int j = 0; j < chunk.count && chunk.edged; j++) {
@@ -223,6 +224,7 @@ class Few {
             for (int64_t g = first; g < first + together && count; g++)
               work(x, held.rows[x].head * G + g, chunk.edged ? seen : chunk.token, count);
           }
+        }
     }
   }
 

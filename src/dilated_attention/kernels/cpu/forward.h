@@ -2,6 +2,7 @@
 // a GPU: kernels/strided.py.
 #pragma once
 #include <cmath>
+#include <cstring>
 
 #include "tiles.h"
 
@@ -39,25 +40,32 @@ class Forward {
     Parts parts(memory + kept.floats());
     const Tile &tile = *task.tile;
     const int64_t b = task.b, h = tile.head, n = h * call.G + task.g, heads = call.H * call.G;
+    const int rows = rows_in(call, b, tile);
     int64_t *token = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *a = parts.take<int32_t>(own), *w = parts.take<int32_t>(own);
     for (int i = 0; i < own; i++) token[i] = tile.start + int64_t(i) * tile.stride, row[i] = i;
-    const Held held{tile.rows, token, row};
+    const Held held{rows, token, row};
     float *q = parts.take(own * shape.stride), *m = parts.take(own), *z = parts.take(own);
     float *acc = parts.take(own * shape.columns);
     float *s = parts.take(CHUNK * LANES);
     int32_t *x = parts.take<int32_t>(CHUNK);
 
-    const auto K = inputs.k(b, h), V = inputs.v(b, h);
-    shape.gather_lanes(inputs.q(b, n), token, tile.rows, q);
     const auto out = head_of<Element>(call.out, b, n, call.N, heads, call.D);
     const Rows<float> lse{call.lse + b * call.N * heads + n, heads};
-    prepare(tile, out, lse, token, m, z, acc);
+    for (int i = rows; i < tile.rows; i++) {
+      *lse[token[i]] = -INF;
+      std::memset(static_cast<void *>(out[token[i]]), 0, call.D * sizeof(Element));
+    }
+    if (rows == 0) return;
+
+    const auto K = inputs.k(b, h), V = inputs.v(b, h);
+    shape.gather_lanes(inputs.q(b, n), token, rows, q);
+    prepare(tile, rows, out, lse, token, m, z, acc);
     const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
-    if (words.any) read_query_words(call, b, n, token, tile.rows, a, w);
+    if (words.any) read_query_words(call, b, n, token, rows, a, w);
 
     for_each_chunk<Side::queries>(inputs, kept, memory, task, next, [&](const Chunk &chunk, Ahead &ahead, bool last) {
-      if (last) ahead.add(out, call.D, token, tile.rows);
+      if (last) ahead.add(out, call.D, token, rows);
       Kept::Slot &slot = kept.find(memory, chunk, b, h);
       Word *k = slot.rows, *v = slot.rows + CHUNK * shape.stride;
       if (!slot.known) {
@@ -75,27 +83,27 @@ class Forward {
     });
 
     // finish: out = acc / z, lse = m + log z; rows that saw nothing get 0 and -infinity, a NaN stays one.
-    for (int i = 0; i < tile.rows; i++) {
+    for (int i = 0; i < rows; i++) {
       *lse[token[i]] = z[i] == 0 ? -INF : m[i] * LN2 + std::log(z[i]);
       z[i] = z[i] == 0 ? 0 : 1 / z[i];
     }
-    shape.write_sums(acc, z, out, token, tile.rows, false);
+    shape.write_sums(acc, z, out, token, rows, false);
   }
 
   // What an earlier launch left, or nothing; then the phantoms, keys of score and value 0.
-  void prepare(const Tile &tile, Rows<Element> out, Rows<float> lse, const int64_t *token, float *m, float *z,
-               float *acc) const {
-    const int64_t sums = round_up(tile.rows, LANES) * shape.columns;
+  void prepare(const Tile &tile, int rows, Rows<Element> out, Rows<float> lse, const int64_t *token, float *m,
+               float *z, float *acc) const {
+    const int64_t sums = round_up(rows, LANES) * shape.columns;
     if (tile.first)
       for (int64_t i = 0; i < sums; i += WIDTH) store(acc + i, zeros());
     else
-      shape.read_sums(out, token, tile.rows, acc);
-    for (int i = 0; i < round_up(tile.rows, LANES); i++) {
-      m[i] = tile.first || i >= tile.rows ? -INF : *lse[token[i]] * LOG2E;
+      shape.read_sums(out, token, rows, acc);
+    for (int i = 0; i < round_up(rows, LANES); i++) {
+      m[i] = tile.first || i >= rows ? -INF : *lse[token[i]] * LOG2E;
       z[i] = m[i] != -INF;
     }
     if (tile.phantoms == 0) return;
-    for (int i = 0; i < round_up(tile.rows, LANES); i += WIDTH) {
+    for (int i = 0; i < round_up(rows, LANES); i += WIDTH) {
       const Lanes before = load(m + i), top = larger(zeros(), before);
       const Lanes decay = power_of_2(before - top);
       const Lanes phantoms = all(float(tile.phantoms)) * power_of_2(zeros() - top);

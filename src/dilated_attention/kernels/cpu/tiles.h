@@ -28,12 +28,29 @@ inline const Tile &tile_of(const Call &call, int64_t line) {
   return *reinterpret_cast<const Tile *>(call.lines + line * (TILE_FIELDS + call.spans * SPAN_FIELDS));
 }
 
+// How many of `count` tokens, start + i * stride, lie in sample b.
+inline int64_t within(const Call &call, int64_t b, int64_t start, int64_t stride, int64_t count) {
+  if (!call.lengths) return count;
+  return most(0, least(count, (call.lengths[b] - start + stride - 1) / stride));
+}
+
+// The rows of a tile that lie in sample b.
+inline int rows_in(const Call &call, int64_t b, const Tile &tile) {
+  return int(within(call, b, tile.start, tile.stride, tile.rows));
+}
+
 // The rows of a tile, in chunks: span after span, or block after block of a list.
 template <Side HELD>
 class Stream {
  public:
   Stream(const Call &call, const Tile &tile, int64_t b, int64_t n)
-      : tile(tile), listed(call.indptr), size(call.size), indices(call.indices), end_of_runs(call.spans) {
+      : call(call),
+        tile(tile),
+        b(b),
+        listed(call.indptr),
+        size(call.size),
+        indices(call.indices),
+        end_of_runs(call.spans) {
     if (HELD == Side::queries && call.hidden) hidden = call.hidden + b * call.M;
     if (!listed) return;
     const int64_t *list = call.indptr + b * call.lsb + n / call.LH * call.lsh + tile.list;
@@ -70,7 +87,9 @@ class Stream {
   }
 
  private:
+  const Call &call;
   const Tile &tile;
+  const int64_t b;
   const bool listed;
   const int64_t size, *const indices;
   int64_t next_to_come = 0, end_of_runs;  // spans, or places in the list of blocks
@@ -107,7 +126,8 @@ class Stream {
     if (!listed) before += (run.count + CHUNK - 1) / CHUNK;
     run = tile.spans()[listed ? 0 : which];
     const int64_t first = listed ? indices[which] * size - tile.ahead : 0;
-    end = listed ? least(first + size, run.count) : run.count;
+    const int64_t count = within(call, b, run.start, run.stride, run.count);
+    end = listed ? least(first + size, count) : count;
     // What the band hides from the whole tile is not visited.
     end = least(end, high(run) + tile.rows);
     at = most(most(first, 0), low(run) / CHUNK * CHUNK);
@@ -265,8 +285,8 @@ class Ahead {
                     count};
   }
   template <class Element>
-  void add(Rows<Element> x, int64_t D, const Tile &tile) {
-    add(x, D, nullptr, tile.rows);
+  void add(Rows<Element> x, int64_t D, const Tile &tile, int64_t rows) {
+    add(x, D, nullptr, rows);
     sets[size - 1].start = tile.start, sets[size - 1].stride = tile.stride;
   }
 
@@ -312,12 +332,14 @@ Ahead ahead_of(const Inputs<Element> &inputs, const Kept &kept, float *memory, c
   if (!task.tile) return {};
   const Call &call = inputs.call;
   const int64_t b = task.b, h = task.tile->head, n = h * call.G + task.g;
+  const int rows = rows_in(call, b, *task.tile);
+  if (rows == 0) return {};
   const bool queries = HELD == Side::queries;
   Ahead ahead;
   if (Stream<HELD>(call, *task.tile, b, n).next(first))
     ahead = ahead_of<HELD>(inputs, kept, memory, first, b, queries ? h : n);
-  ahead.add(queries ? inputs.q(b, n) : inputs.k(b, h), call.D, *task.tile);
-  if (call.dout) ahead.add(queries ? inputs.dout(b, n) : inputs.v(b, h), call.D, *task.tile);
+  ahead.add(queries ? inputs.q(b, n) : inputs.k(b, h), call.D, *task.tile, rows);
+  if (call.dout) ahead.add(queries ? inputs.dout(b, n) : inputs.v(b, h), call.D, *task.tile, rows);
   return ahead;
 }
 
