@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,28 @@ def _masks() -> list[Tensor]:
     left[1, :11] = 0
     right[1, -9:] = 0
     return [left, right]
+
+
+@pytest.mark.parametrize("shown", [Shown(False), Shown(True), Shown(False, 4), Shown(True, 4), Shown(True, chunk=5)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_read(side, shown):
+    """Each sample gets what it gets alone. Padding may hold any numbers; on the right it gets 0."""
+    samples = [torch.randn(3, 1, length, 2, 8) for length in (20, 7, 1)]
+    batch = torch.full((3, 3, 20, 2, 8), math.nan)
+    hidden = torch.ones(3, 20, dtype=torch.bool)
+    places = []
+    for i, sample in enumerate(samples):
+        length = sample.shape[2]
+        places.append(slice(20 - length, None) if side == "left" else slice(length))
+        batch[:, i, places[i]], hidden[i, places[i]] = sample[:, 0], False
+    first = hidden.sum(1) if side == "left" and shown.chunk else None
+    shown = replace(shown, queries=20, keys=20)
+    out = attend(replace(shown, hidden=hidden, first_tokens=first), *batch, scale=None)
+    for i, sample in enumerate(samples):
+        alone = replace(shown, queries=sample.shape[2], keys=sample.shape[2])
+        torch.testing.assert_close(out[i, places[i]], attend(alone, *sample, scale=None)[0])
+    if side == "right":
+        assert not out[hidden].any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

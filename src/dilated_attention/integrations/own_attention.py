@@ -136,6 +136,17 @@ class Shown(NotATensor):
         """Return what `real_first` does. All layers of a forward share it; torch.compile cannot trace that."""
         return real_first(self.hidden)
 
+    @property
+    def lengths(self) -> Tensor | None:
+        """Return the number of tokens of each sample, `(batch,)`, if `hidden` hides nothing but the rows after them.
+        None: something else is hidden, or nothing, or there is a cache, or `hidden` cannot be read at once."""
+        if self.hidden is None or self.hidden.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        if self.q_start or self.k_start or self.queries != self.keys:
+            return None
+        lengths, order = self.real
+        return lengths if order is None else None
+
     @cached_property
     def real_by_sample(self) -> list[tuple[slice | Tensor, slice | Tensor]]:
         """Return for each sample the indices of the tokens that are not hidden: among the queries, and among the keys,
@@ -331,13 +342,15 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     if is_for_operator(shown, q, k, options):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=options["scale"], enable_gqa=True).transpose(1, 2)
-    hidden = None if shown.hidden is None else shown.hidden[:, seen]
     start = shown.k_start + seen.start
     pattern, origin = _pattern(shown, start, k.shape[1])
-    found = attention(
-        q, k, v, pattern, is_causal=shown.is_causal, key_padding_mask=hidden, q_start=shown.q_start - origin,
-        k_start=start - origin, **options,
-    )  # fmt: skip
+    lengths = shown.lengths
+    if lengths is not None:
+        options["lengths"] = lengths
+    else:
+        hidden = None if shown.hidden is None else shown.hidden[:, seen]
+        options |= {"key_padding_mask": hidden, "q_start": shown.q_start - origin, "k_start": start - origin}
+    found = attention(q, k, v, pattern, is_causal=shown.is_causal, **options)
     assert isinstance(found, Tensor)
     return found
 
