@@ -14,6 +14,8 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import (
+    BertConfig,
+    BertModel,
     EsmcConfig,
     EsmcModel,
     Gemma3Config,
@@ -516,3 +518,31 @@ def test_full_layers_alone_are_dilated():
         dilate(ours, [8], [1], layers="windows")
     with pytest.raises(UnsupportedError, match="sliding_attention"):
         dilate(ours, [8], [1])
+
+
+class ConvolvedConfig(BertConfig):
+    model_type = "convolved_bert"
+
+
+def test_a_convolution_reads_rows_of_padding_as_in_eager():
+    """Rows of padding reach their neighbours there, so they are not skipped."""
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    torch.manual_seed(0)
+    model = BertModel(ConvolvedConfig(vocab_size=97, **size)).eval()
+    layer = model.encoder.layer[0]
+    layer.mix = torch.nn.Conv1d(32, 32, 5, padding=2)
+
+    def mix(layer, args, out):
+        if isinstance(out, tuple):
+            return (out[0] + layer.mix(out[0].mT).mT, *out[1:])
+        return out + layer.mix(out.mT).mT
+
+    layer.register_forward_hook(mix)
+    tokens = torch.randint(97, (2, 43))
+    mask = torch.ones_like(tokens)
+    mask[1, 25:] = 0
+    found = []
+    for implementation in ("eager", NAME):
+        model.set_attn_implementation(implementation)
+        found.append(model(tokens, mask).last_hidden_state[mask.bool()])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)

@@ -42,8 +42,9 @@ from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
 from dilated_attention.integrations.layer_masks import (
-    WITHOUT_SDPA,
+    WITH_CONVOLUTIONS,
     has_window,
+    note,
     remedy,
     windows,
     with_samples,
@@ -166,8 +167,7 @@ def _chooses_a_class(kind: type[PreTrainedModel]) -> bool:
 def _require_own_layers(model: PreTrainedModel) -> None:
     """Refuse a model that cannot use our implementation, and let its forward refuse `output_attentions`."""
     _require_interface(model)
-    if not model._supports_sdpa:
-        WITHOUT_SDPA.add(type(model.config))
+    note(model)
     options = getattr(model.config, NAME, None)
     if options is not None:
         _require_no_cap(model)
@@ -520,6 +520,7 @@ def visibility(
             shown = Refused(error)
     if isinstance(shown, Shown):
         shown = _placed(shown, q_length, kv_length, int(q_offset), kv_offset, attention_mask)
+        shown = replace(shown, skips_padding=type(config) not in WITH_CONVOLUTIONS)
     if shown is not None and _is_own(options, shown):
         return shown
     pattern_of(config)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from dilated_attention import UnsupportedError
 from dilated_attention.integrations.own_attention import Shown
@@ -21,6 +22,18 @@ WINDOWED = {"sliding_attention", "chunked_attention"}
 
 WITHOUT_SDPA: set[type] = set()
 """The configurations of the models made so far that have no "sdpa"."""
+
+WITH_CONVOLUTIONS: set[type] = set()
+"""The configurations of the models made so far that have convolutions along the sequence. These may carry what a row of
+padding holds into its neighbours."""
+
+
+def note(model: PreTrainedModel) -> None:
+    """Note what a model that has been made tells about others of its configuration."""
+    if not model._supports_sdpa:
+        WITHOUT_SDPA.add(type(model.config))
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        WITH_CONVOLUTIONS.add(type(model.config))
 
 
 def remedy(config: Any) -> str:

@@ -92,6 +92,7 @@ class Shown(NotATensor):
         q_start, k_start: the positions of the first query and of the first key.
         queries, keys: the number of queries and of keys; a static cache holds more keys than have been written.
         hidden: `(batch, keys)`, True for padding; None: no key is hidden.
+        skips_padding: queries that are padding may get 0; otherwise they get what the model gives them.
     """
 
     is_causal: bool
@@ -107,6 +108,7 @@ class Shown(NotATensor):
     queries: int = 0
     keys: int = 0
     hidden: Tensor | None = None
+    skips_padding: bool = True
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -139,8 +141,14 @@ class Shown(NotATensor):
     @property
     def lengths(self) -> Tensor | None:
         """Return the number of tokens of each sample, `(batch,)`, if `hidden` hides nothing but the rows after them.
-        None: something else is hidden, or nothing, or there is a cache, or `hidden` cannot be read at once."""
-        if self.hidden is None or self.hidden.device.type != "cpu" or torch.compiler.is_compiling():
+        None: something else is hidden, or nothing, or there is a cache, or `hidden` cannot be read at once, or padding
+        may not be skipped."""
+        if (
+            not self.skips_padding
+            or self.hidden is None
+            or self.hidden.device.type != "cpu"
+            or torch.compiler.is_compiling()
+        ):
             return None
         if self.q_start or self.k_start or self.queries != self.keys:
             return None
