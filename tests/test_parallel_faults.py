@@ -183,6 +183,24 @@ def test_a_shorter_payload_is_caught_before_use(phase: str) -> None:
         assert any(f"the rows received from rank {CULPRIT} are not" in message for message in messages), transport
 
 
+def send_to_a_late_rank():
+    """Rank 0 sends a message; rank 1, which sends none, receives it a moment later. Return the size of the buffer."""
+    link = link_of(dist.group.WORLD)
+    rows = torch.zeros(8, 16)
+    message = Framing((1 - link.rank,), (7,), 1)
+    nothing = Framing((), (), 1)
+    if link.rank == 0:
+        return len(link.swap(rows, message, nothing, "late").wait())
+    time.sleep(0.3)
+    return len(link.swap(rows[:0], nothing, message, "late").wait())
+
+
+def test_a_send_is_waited_for_once() -> None:
+    """Gloo waits in vain for a point-to-point operation that has been waited for."""
+    outcomes = processes.World(2, send_to_a_late_rank, timeout=TIMEOUT).outcomes(6 * TIMEOUT + 20)
+    assert outcomes == [("result", 0), ("result", 8)]
+
+
 DIFFERENCES = {"seq_len": {"seq_len": 128}, "dtype": {"dtype": torch.float64}, "branches": {"rates": (1,)}}
 
 

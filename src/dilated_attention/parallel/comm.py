@@ -359,7 +359,8 @@ class Link:
         self.require_alive()
         buffer = self._blank(received, send, buffer)
         phase = self._phase(what)
-        seal, operations = (0, 0), []
+        operations = []
+        seal = (phase, 1)  # odd also without a message to receive: `wait` waits for the sends only once
         for peer in sent.peers:
             self._messages_to[peer] += 1
             self._write_seals(send, sent, (phase, 2 * self._messages_to[peer] + 1))
