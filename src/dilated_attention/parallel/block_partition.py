@@ -66,11 +66,15 @@ def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) ->
     `heads`: heads of the layout. The lists so selected are numbered from 0, by batch element, head and query block.
     """
     tables = layout.to("cpu")
-    indptr, indices = tables.indptr.numpy()[:, list(heads)], tables.indices.numpy()
-    starts, stops = indptr[:, :, query_blocks].ravel(), indptr[:, :, query_blocks + 1].ravel()
+    indptr = tables.indptr.numpy()[:, list(heads)]
+    starts = indptr[:, :, query_blocks].ravel()
+    stops = indptr[:, :, query_blocks + 1].ravel()
     counts = stops - starts
-    first = np.repeat(starts - (counts.cumsum() - counts), counts)
-    return np.repeat(np.arange(len(counts)), counts), indices[np.arange(counts.sum()) + first]
+
+    lists = np.repeat(np.arange(len(counts)), counts)
+    shift = starts - (counts.cumsum() - counts)  # from an entry's number here to its place in `indices`
+    places = np.arange(len(lists)) + np.repeat(shift, counts)
+    return lists, tables.indices.numpy()[places]
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
@@ -97,24 +101,31 @@ def _needed(
     for heads, lists in _heads(sharding, layout, crossing):
         _, blocks = _lists(layout, lists, _query_blocks(layout, queries))
         listed = _rows_in(np.unique(blocks), layout.k_block)
-        yield crossing.keys.start + listed[_among(listed, within)] * crossing.keys.step, heads
+        rows = listed[_among(listed, within)]
+        yield crossing.keys.start + rows * crossing.keys.step, heads
 
 
 def received(sharding: Sharding, rank: int) -> Iterator[Share]:
     """Yield the rows that a rank receives."""
     for crossing in crossings(sharding, rank):
-        start, stop = own = _rows_of(crossing, crossing.own)
-        others = [(0, start)] if sharding.is_causal else [(0, start), (stop, len(crossing.keys))]
+        own = _rows_of(crossing, crossing.own)
+        others = [(0, own[0])]
+        if not sharding.is_causal:
+            others.append((own[1], len(crossing.keys)))
         yield from _needed(sharding, crossing, own, others)
 
 
 def sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]]]:
     """Yield (peers, shares): an array of one peer, and the rows of this rank that it needs."""
     found = crossings(sharding, rank)
-    for peer in range(rank + 1 if sharding.is_causal else 0, sharding.world_size):
+    first = rank + 1 if sharding.is_causal else 0
+    for peer in range(first, sharding.world_size):
+        if peer == rank:
+            continue
         shares: list[Share] = []
-        for crossing in found if peer != rank else ():
-            if theirs := clip(crossing.keys, *sharding.shard(peer)):
+        for crossing in found:
+            theirs = clip(crossing.keys, *sharding.shard(peer))
+            if theirs:
                 mine = _rows_of(crossing, crossing.own)
                 shares += _needed(sharding, crossing, _rows_of(crossing, theirs), [mine])
         yield np.array([peer]), shares
@@ -134,10 +145,16 @@ class _Shrunk:
     """
 
     def __init__(self, layout: BlockLayout, query_blocks: Integers, key_blocks: Integers) -> None:
-        self.whole, self.query_blocks, self.unit = layout, query_blocks, lcm(*layout.block_size)
+        self.whole = layout
+        self.query_blocks = query_blocks
+        self.unit = lcm(*layout.block_size)
         starts = np.concatenate([query_blocks * layout.q_block, key_blocks * layout.k_block])
-        self.units, last = np.unique(starts // self.unit), (layout.seq_len - 1) // self.unit
-        self.size = len(self.units) * self.unit - (-layout.seq_len % self.unit if self.units[-1] == last else 0)
+        self.units = np.unique(starts // self.unit)
+
+        self.size = len(self.units) * self.unit
+        last = (layout.seq_len - 1) // self.unit
+        if self.units[-1] == last:  # it may be shorter than the others
+            self.size -= -layout.seq_len % self.unit
 
     def place(self, rows: Integers) -> Integers:
         """Return the positions of these rows of the crossing segment in the shortened one."""
@@ -152,9 +169,22 @@ class _Shrunk:
         q_block, k_block = self.whole.block_size
         counts = np.zeros((self.whole.batch_size, heads, -(-self.size // q_block)), dtype=np.int64)
         lengths = np.bincount(lists, minlength=self.whole.batch_size * heads * len(self.query_blocks))
-        counts[:, :, self.place(self.query_blocks * q_block) // q_block] = lengths.reshape(*counts.shape[:2], -1)
-        indptr, indices = row_offsets(torch.from_numpy(counts)), self.place(blocks * k_block) // k_block
-        return replace(self.whole, indptr=indptr, indices=torch.from_numpy(indices), seq_len=self.size)
+        query_blocks = self.place(self.query_blocks * q_block) // q_block
+        counts[:, :, query_blocks] = lengths.reshape(*counts.shape[:2], -1)
+
+        indptr = row_offsets(torch.from_numpy(counts))
+        indices = torch.from_numpy(self.place(blocks * k_block) // k_block)
+        return replace(self.whole, indptr=indptr, indices=indices, seq_len=self.size)
+
+
+def _wanted(
+    layout: BlockLayout, intervals: Sequence[Interval], lists: Integers, blocks: Integers
+) -> tuple[Integers, Integers]:
+    """Return those of the list entries (see `_lists`) whose key block has a row in one of the intervals."""
+    key_blocks = np.unique(blocks)
+    is_wanted = _among(_rows_in(key_blocks, layout.k_block), intervals).reshape(-1, layout.k_block).any(1)
+    kept = np.isin(blocks, key_blocks[is_wanted])
+    return lists[kept], blocks[kept]
 
 
 def problem(
@@ -168,39 +198,49 @@ def problem(
     The key tensor (see `Remote`) has a row for each token of the short sequence. A row that no list of a head names
     has no key for this head; `queries.layout` and `queries.hidden` keep it from being seen.
     """
-    layout, own = sharding.layout(len(crossing.keys)), _rows_of(crossing, crossing.own)
+    layout = sharding.layout(len(crossing.keys))
+    own = _rows_of(crossing, crossing.own)
     wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]
-    listing = [head for _, heads in _heads(sharding, layout, crossing) for head in heads]
     query_blocks = _query_blocks(layout, own)
-    lists, blocks = _lists(layout, listing, query_blocks)
-    key_blocks = np.unique(blocks)
-    key_blocks = key_blocks[_among(_rows_in(key_blocks, layout.k_block), wanted).reshape(-1, layout.k_block).any(1)]
-    if not len(key_blocks):
+    listing: list[int] = []
+    for _, lists_of_heads in _heads(sharding, layout, crossing):
+        listing += lists_of_heads
+    lists, blocks = _wanted(layout, wanted, *_lists(layout, listing, query_blocks))
+    if not len(blocks):
         return None
-    kept = np.isin(blocks, key_blocks)
-    lists, blocks = lists[kept], blocks[kept]
+
+    # the query blocks from the first to the last that have such an entry, and the lists numbered among them
     group, number = np.divmod(lists, len(query_blocks))  # (batch element and head), and which query block
-    first, last = int(number.min()), int(number.max()) + 1
-    lists, query_blocks = group * (last - first) + number - first, query_blocks[first:last]
+    first = int(number.min())
+    query_blocks = query_blocks[first : int(number.max()) + 1]
+    lists = group * len(query_blocks) + number - first
+
+    key_blocks = np.unique(blocks)
     shrunk = _Shrunk(layout, query_blocks, key_blocks)
     start = max(own[0], int(query_blocks[0]) * layout.q_block)
     stop = min(own[1], int(query_blocks[-1] + 1) * layout.q_block)
-    mine, ahead = crossing.own[start - own[0] : stop - own[0]], int(shrunk.place(np.array([start]))[0])
+    mine = crossing.own[start - own[0] : stop - own[0]]
+    ahead = int(shrunk.place(np.array([start]))[0])
 
-    hidden, listed = np.zeros(shrunk.size, dtype=bool), _rows_in(key_blocks, layout.k_block)
+    listed = _rows_in(key_blocks, layout.k_block)
     until = own[1] if layout.is_causal else layout.seq_len  # the diagonal masks later rows
-    hidden[shrunk.place(listed[~_among(listed, wanted) & (listed < until)])] = True
-    keys, slots, count = [], [], len(crossing.heads)
+    unwanted = listed[~_among(listed, wanted) & (listed < until)]
+    hidden = None
+    if len(unwanted):
+        hidden = torch.zeros(shrunk.size, dtype=torch.bool)
+        hidden[torch.from_numpy(shrunk.place(unwanted))] = True
+        hidden = hidden.to(device)
+
+    count = len(crossing.heads)
+    keys = []
+    slots = []
     for listed_tokens, heads in _needed(sharding, crossing, own, wanted):
         rows = (listed_tokens - crossing.keys.start) // crossing.keys.step
         keys.append(cells(listed_tokens, heads, sharding.num_heads))
         slots.append(cells(shrunk.place(rows), np.searchsorted(crossing.heads, heads), count))
+
     shard, shard_stop = sharding.shard(rank)
-    queries = BlockQueries(
-        shrunk.layout(len(listing), lists, blocks).to(device),
-        crossing.heads,
-        torch.from_numpy(hidden).to(device) if hidden.any() else None,
-    )
+    queries = BlockQueries(shrunk.layout(len(listing), lists, blocks).to(device), crossing.heads, hidden)
     groups = (StridedGroup(as_rows(mine, shard), as_rows(range(shrunk.size), 0), 0, count, 1, at=(ahead, 0)),)
     plan = Plan(shard_stop - shard, count, groups, covered=False, square=False)
     return Remote(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)

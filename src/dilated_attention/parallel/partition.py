@@ -80,11 +80,10 @@ class Sharding:
     layouts: tuple[BlockLayout, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, edges in (("bounds", self.bounds), ("samples", self.samples or (0, self.bounds[-1]))):
-            if edges[0] != 0 or edges[-1] != self.bounds[-1] or any(x > y for x, y in pairwise(edges)):
-                raise ValueError(
-                    f"{name} must ascend from 0 to the sequence length {self.bounds[-1]}; got {edges[:20]}"
-                )
+        for name, edges in (("bounds", self.bounds), ("samples", self.grid_edges)):
+            whole = edges[0] == 0 and edges[-1] == self.seq_len
+            if not whole or any(x > y for x, y in pairwise(edges)):
+                raise ValueError(f"{name} must ascend from 0 to the sequence length {self.seq_len}; got {edges[:20]}")
 
     @property
     def seq_len(self) -> int:
@@ -111,9 +110,16 @@ class Sharding:
         """Return the layout inside a segment with this many participating tokens."""
         return next(layout for layout in self.layouts if layout.seq_len == rows)
 
+    @property
+    def grid_edges(self) -> tuple[int, ...]:
+        """Return the edges of the packed samples; without samples, those of the whole sequence."""
+        if self.samples:
+            return self.samples
+        return (0, self.seq_len)
+
     def grids(self) -> Iterator[tuple[int, int]]:
         """Yield the token ranges [start, stop) cut into segments on their own: each packed sample, or all tokens."""
-        yield from pairwise(self.samples or (0, self.seq_len))
+        yield from pairwise(self.grid_edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +159,12 @@ def _seen(queries: range, keys: range, band: Band) -> range:
     if not queries:
         return keys[:0]
     low, high = band
-    start = keys.start if low is None else max(keys.start, queries.start + low * queries.step)
-    stop = keys.stop if high is None else min(keys.stop, queries.stop + high * queries.step)
+    start = keys.start
+    if low is not None:
+        start = max(start, queries.start + low * queries.step)
+    stop = keys.stop
+    if high is not None:
+        stop = min(stop, queries.stop + high * queries.step)
     return range(start, stop, keys.step)
 
 
@@ -164,7 +174,9 @@ def _straddling(sharding: Sharding, segment: int, edge: int) -> tuple[int, int, 
     for start, stop in sharding.grids():
         if start < edge < stop:
             begin = start + (edge - start) // segment * segment
-            return None if begin == edge else (start, begin, min(begin + segment, stop))
+            if begin == edge:
+                return None
+            return start, begin, min(begin + segment, stop)
     return None
 
 
@@ -178,7 +190,9 @@ def _classes(offsets: Sequence[int]) -> dict[int, tuple[int, ...]]:
 
 def crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
     """Return the crossing segments (cut by a shard edge) in which a rank has rows, ordered by branch and offset."""
-    return _crossings(replace(sharding, layouts=()) if sharding.layouts else sharding, rank)
+    if sharding.layouts:  # they do not decide which segments cross, so shardings that differ in them share an entry
+        sharding = replace(sharding, layouts=())
+    return _crossings(sharding, rank)
 
 
 @lru_cache(maxsize=64)
@@ -186,18 +200,23 @@ def _crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
     lower, upper = sharding.shard(rank)
     if lower == upper:
         return ()
-    made, branches = [], sharding.branches
-    for branch, segment in enumerate(sharding.branches.segment_lengths):
+    branches = sharding.branches
+    made: list[Crossing] = []
+    for branch, segment in enumerate(branches.segment_lengths):
         cut = {found for edge in (lower, upper) if (found := _straddling(sharding, segment, edge))}
-        for (origin, start, stop), (offset, heads) in product(sorted(cut), _classes(branches.offsets[branch]).items()):
-            at = start - origin, stop - origin
+        classes = _classes(branches.offsets[branch])
+        for (origin, start, stop), (offset, heads) in product(sorted(cut), classes.items()):
+            at = (start - origin, stop - origin)
             for sight in sights(branches, branch, offset, at, at, sharding.is_causal):
-                queries, keys = (_tokens(x, origin) for x in (sight.queries, sight.keys))
-                own, shown = clip(queries, lower, upper), clip(keys, lower, upper)
+                queries = _tokens(sight.queries, origin)
+                keys = _tokens(sight.keys, origin)
+                own = clip(queries, lower, upper)
+                shown = clip(keys, lower, upper)
                 if own or shown:
                     seen = _seen(own, keys, sight.band)
-                    sides = clip(seen, 0, lower), clip(seen, upper, stop)
-                    made.append(Crossing(branch, heads, queries, keys, sight.band, own, shown, *sides))
+                    before = clip(seen, 0, lower)
+                    after = clip(seen, upper, stop)
+                    made.append(Crossing(branch, heads, queries, keys, sight.band, own, shown, before, after))
     return tuple(made)
 
 
@@ -211,17 +230,25 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
     branches = sharding.branches
 
     def parts(branch: int, offset: int) -> Iterator[Part]:
-        segment, rate = branches.segment_lengths[branch], branches.dilation_rates[branch]
-        for grid in sharding.grids():
+        segment = branches.segment_lengths[branch]
+        rate = branches.dilation_rates[branch]
+        for start, stop in sharding.grids():
             if branches.bands and branches.bands[branch] != EVERY:
-                at, origin = (max(lower, grid[0]) - grid[0], min(upper, grid[1]) - grid[0]), lower - grid[0]
+                at = (max(lower, start) - start, min(upper, stop) - start)
+                origin = lower - start
                 yield from parts_of(branches, branch, offset, at, at, sharding.is_causal, (origin, origin))
                 continue
-            for own, short, is_cut in rows_of(spans(segment, grid, (lower, upper)), rate, offset):
-                if not (is_cut and sharding.layouts):
-                    rows = own.shifted(-lower)
-                    zeros = short if branches.compat == "torchscale" and not sharding.is_causal else 0
-                    yield Part(rows, rows, (None, 0) if sharding.is_causal and rows.count > 1 else EVERY, zeros)
+            for own, short, is_cut in rows_of(spans(segment, (start, stop), (lower, upper)), rate, offset):
+                if is_cut and sharding.layouts:
+                    continue
+                rows = own.shifted(-lower)
+                band: Band = EVERY
+                if sharding.is_causal and rows.count > 1:
+                    band = (None, 0)
+                zeros = 0
+                if branches.compat == "torchscale" and not sharding.is_causal:
+                    zeros = short
+                yield Part(rows, rows, band, zeros)
 
     groups, covered = compile_groups(branches, parts, upper - lower)
     whole = covered and not (sharding.layouts and crossings(sharding, rank))
@@ -287,18 +314,22 @@ def remote(sharding: Sharding, rank: int, wanted: Iterable[tuple[Crossing, Seque
     for crossing, parts in wanted:
         runs: dict[tuple[Rows, Band], list[Integers]] = {}  # join parts that the same queries see whole
         for part in parts:
-            if found := visible(as_rows(crossing.own, lower), as_rows(part, lower), crossing.band):
+            found = visible(as_rows(crossing.own, lower), as_rows(part, lower), crossing.band)
+            if found:
                 queries, seen, band = found
                 runs.setdefault((queries, band), []).append(_numbers(_tokens(seen, lower)))
+
         for (queries, (low, high)), found_tokens in runs.items():
             tokens = np.concatenate(found_tokens)
-            base, count = max(level[head] for head in crossing.heads), len(tokens)
+            count = len(tokens)
+            base = max(level[head] for head in crossing.heads)
             keys.append(cells(tokens, crossing.heads, heads_total))
             slots.append(cells(np.arange(base, base + count), crossing.heads, heads_total))
             for head, number, step in progressions(list(crossing.heads)):
                 groups.append(StridedGroup(queries, Rows(base, count, 1, 1, count), head, number, step, low, high))
             for head in crossing.heads:
                 level[head] = base + count
+
     empty = np.empty(0, dtype=np.int64)
     plan = Plan(upper - lower, heads_total, tuple(groups), covered=False, square=False)
     return Remote(plan, max(level), np.concatenate([empty, *keys]), np.concatenate([empty, *slots]))
@@ -315,7 +346,9 @@ def _tokens(rows: Rows, origin: int) -> range:
 
 
 def _numbers(tokens: range | Integers) -> Integers:
-    return np.arange(tokens.start, tokens.stop, tokens.step) if isinstance(tokens, range) else tokens
+    if isinstance(tokens, range):
+        return np.arange(tokens.start, tokens.stop, tokens.step)
+    return tokens
 
 
 def as_rows(tokens: range, origin: int) -> Rows:
@@ -347,15 +380,17 @@ def count_of(sharding: Sharding, shares: Iterable[Share], edges: Sequence[int]) 
 
     A row of several shares counts once. Returns int64, one count fewer than `edges`.
     """
-    shares, tokens = list(shares), np.array(edges)
+    tokens = np.array(edges)
     if sharding.layouts:
         return np.diff(np.searchsorted(keys_of(sharding, shares), tokens * sharding.num_heads))
+
     ranges = [(rows, heads) for rows, heads in shares if isinstance(rows, range)]
     counts = np.zeros(len(tokens) - 1, dtype=np.int64)
     columns = list(zip(*sharding.branches.offsets, strict=True))
     for column in dict.fromkeys(columns):  # heads with the same offsets in every branch have the same rows
         head = columns.index(column)
-        counts += columns.count(column) * count_union((rows for rows, heads in ranges if head in heads), tokens)
+        of_head = [rows for rows, heads in ranges if head in heads]
+        counts += columns.count(column) * count_union(of_head, tokens)
     return counts
 
 
@@ -367,7 +402,11 @@ def owner_splits(sharding: Sharding, keys: Integers) -> list[int]:
 
 def received(sharding: Sharding, rank: int) -> list[Share]:
     """Return the rows that a rank receives."""
-    return [(rows, c.heads) for c in crossings(sharding, rank) for rows in (c.before, c.after)]
+    shares: list[Share] = []
+    for crossing in crossings(sharding, rank):
+        shares.append((crossing.before, crossing.heads))
+        shares.append((crossing.after, crossing.heads))
+    return shares
 
 
 def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[range], Integers]:
@@ -376,32 +415,48 @@ def _asked(sharding: Sharding, rank: int, crossing: Crossing) -> tuple[list[rang
     The result is a list of token ranges, and for each rank the index of its range in the list. Range 0 is empty: it is
     the range of ranks that see no row, and of this rank itself.
     """
-    bounds, queries, rows, (low, high) = np.array(sharding.bounds), crossing.queries, crossing.shown, crossing.band
-    start, stop = np.maximum(bounds[:-1], queries.start), np.minimum(bounds[1:], queries.stop)
+    # the queries [start, stop) of each rank
+    queries = crossing.queries
+    bounds = np.array(sharding.bounds)
+    start = np.maximum(bounds[:-1], queries.start)
+    stop = np.minimum(bounds[1:], queries.stop)
     start += (queries.start - start) % queries.step
-    asks = start < stop
-    asks[rank] = False
+
+    # the rows [first, last) that these queries see
+    rows = crossing.shown
+    low, high = crossing.band
     far = sharding.seq_len  # a window may be longer than int64
     back = far if low is None else min(-low * rows.step, far)
     forth = far if high is None else min(high * rows.step, far)
     first = np.maximum((start - back - rows.start) // rows.step, 0)
     last = np.minimum(-((rows.start - stop - forth) // rows.step), len(rows))
-    asks &= first < last  # in rows: peers that see the same rows share a number
-    pairs, numbers = np.unique(np.where(asks, first * (len(rows) + 1) + last, 0), return_inverse=True)
-    return [rows[slice(*divmod(pair, len(rows) + 1))] for pair in pairs.tolist()], numbers
+    asks = (start < stop) & (first < last)
+    asks[rank] = False
+
+    # in rows, not in tokens: ranks that see the same rows get the same range
+    base = len(rows) + 1
+    pairs, numbers = np.unique(np.where(asks, first * base + last, 0), return_inverse=True)
+    ranges = []
+    for pair in pairs.tolist():
+        begin, end = divmod(pair, base)
+        ranges.append(rows[begin:end])
+    return ranges, numbers
 
 
 def sent(sharding: Sharding, rank: int) -> Iterator[tuple[Integers, list[Share]]]:
     """Yield (peers, shares): peers that see the same rows of this rank, and these rows."""
     found = crossings(sharding, rank)
-    if found:
-        asked = [_asked(sharding, rank, crossing) for crossing in found]
-        numbers = np.stack([numbers for _, numbers in asked], 1)
-        peers = np.flatnonzero(numbers.any(1))  # number 0 means no rows; the rank itself has it
-        requests, kinds = np.unique(numbers[peers], axis=0, return_inverse=True)
-        for kind, request in enumerate(requests.tolist()):
-            rows = [(ranges[number], c.heads) for c, (ranges, _), number in zip(found, asked, request, strict=True)]
-            yield peers[kinds.ravel() == kind], rows
+    if not found:
+        return
+    asked = [_asked(sharding, rank, crossing) for crossing in found]
+    numbers = np.stack([numbers for _, numbers in asked], 1)
+    peers = np.flatnonzero(numbers.any(1))  # number 0 means no rows; the rank itself has it
+    requests, kinds = np.unique(numbers[peers], axis=0, return_inverse=True)
+    for kind, request in enumerate(requests.tolist()):
+        shares: list[Share] = []
+        for crossing, (ranges, _), number in zip(found, asked, request, strict=True):
+            shares.append((ranges[number], crossing.heads))
+        yield peers[kinds.ravel() == kind], shares
 
 
 def messages(sharding: Sharding, shares: Iterable[tuple[Integers, list[Share]]]) -> tuple[Integers, list[int]]:
@@ -436,10 +491,12 @@ def _intersection(a: range, b: range) -> range:
     common = gcd(a.step, b.step)
     if (b.start - a.start) % common:
         return a[:0]
-    step, ahead = a.step // common, b.step // common
+    step = a.step // common
+    ahead = b.step // common
     first = a.start + a.step * ((b.start - a.start) // common * pow(step, -1, ahead) % ahead)
     whole = step * b.step
-    return clip(range(first % whole, min(a.stop, b.stop), whole), max(a.start, b.start), min(a.stop, b.stop))
+    stop = min(a.stop, b.stop)
+    return clip(range(first % whole, stop, whole), max(a.start, b.start), stop)
 
 
 def _joined(parts: Iterable[range]) -> Iterator[range]:
@@ -452,14 +509,18 @@ def _joined(parts: Iterable[range]) -> Iterator[range]:
         by_step.setdefault(part.step, []).append(part)
     for step, same in by_step.items():
         while same:
-            classes, last = same[:step], {part[-1] for part in same[:step]}
-            first = {part.start for part in classes}
-            if len(first) == len(last) == step == max(first) - min(first) + 1 == max(last) - min(last) + 1:
+            first = {part.start for part in same[:step]}
+            last = {part[-1] for part in same[:step]}
+            if _consecutive(first, step) and _consecutive(last, step):
                 yield range(min(first), max(last) + 1)
+                del same[:step]
             else:
-                classes = classes[:1]
-                yield classes[0]
-            del same[: len(classes)]
+                yield same.pop(0)
+
+
+def _consecutive(numbers: set[int], count: int) -> bool:
+    """Return whether the numbers are `count` integers in a row."""
+    return len(numbers) == count and max(numbers) - min(numbers) + 1 == count
 
 
 def count_union(parts: Iterable[range], edges: Integers) -> Integers:
@@ -470,6 +531,7 @@ def count_union(parts: Iterable[range], edges: Integers) -> Integers:
         terms[part] += 1
         for both, times in overlaps:
             terms[both] -= times
+
     total = np.zeros(len(edges) - 1, dtype=np.int64)
     for found, times in terms.items():
         if times and found:
@@ -480,20 +542,19 @@ def count_union(parts: Iterable[range], edges: Integers) -> Integers:
 
 def crosses(sharding: Sharding) -> bool:
     """Return whether any shard edge cuts a segment, so that a rank may see another's rows. The same on every rank."""
-    return any(
-        _straddling(sharding, segment, edge) is not None
-        for segment in sharding.branches.segment_lengths
-        for edge in sharding.bounds[1:-1]
-    )
+    for segment, edge in product(sharding.branches.segment_lengths, sharding.bounds[1:-1]):
+        if _straddling(sharding, segment, edge) is not None:
+            return True
+    return False
 
 
 def doubling_refusal(sharding: Sharding) -> str | None:
     """Return why recursive doubling cannot serve a sharding, or None if it can."""
-    size, edges = sharding.world_size, sharding.bounds
+    size = sharding.world_size
     shard = sharding.seq_len // size
     if size & (size - 1):
         return f"doubling needs a power of two of ranks; got {size}"
-    if shard == 0 or any(edges[j] != j * shard for j in range(size + 1)):
+    if shard == 0 or any(edge != j * shard for j, edge in enumerate(sharding.bounds)):
         return f"doubling needs equal shards; {sharding.seq_len} tokens on {size} ranks are not"
     if sharding.samples is not None:
         return "doubling needs one segment grid; packed samples have one each"
@@ -502,8 +563,9 @@ def doubling_refusal(sharding: Sharding) -> str | None:
     if sharding.layouts:
         return "doubling passes on all rows of a branch; block layouts need few of them"
     for segment in sharding.branches.segment_lengths:
-        ratio = -(-min(segment, sharding.seq_len) // shard)
-        if shard % segment and (min(segment, sharding.seq_len) != ratio * shard or ratio & (ratio - 1)):
+        tokens = min(segment, sharding.seq_len)
+        ratio = -(-tokens // shard)
+        if shard % segment and (tokens != ratio * shard or ratio & (ratio - 1)):
             return f"doubling needs segments that divide the shard of {shard} tokens or are 2^i shards; got {segment}"
     return None
 
@@ -517,7 +579,8 @@ def doubling_level(sharding: Sharding, branch: int) -> int:
 
     It is 0 if a segment is one shard, and -1 if it is shorter.
     """
-    return (_doubled_segment(sharding, branch) // (sharding.seq_len // sharding.world_size)).bit_length() - 1
+    shard = sharding.seq_len // sharding.world_size
+    return (_doubled_segment(sharding, branch) // shard).bit_length() - 1
 
 
 def doubling_rounds(sharding: Sharding) -> int:
@@ -531,9 +594,12 @@ def passed_on(sharding: Sharding, block: int, level: int) -> Iterator[Share]:
     The block has 2^level neighbouring ranks, and `block` is the first of them. They pass on the block's rows in each
     branch whose segments are longer than the block.
     """
-    start, stop = sharding.bounds[block], sharding.bounds[block + (1 << level)]
+    start = sharding.bounds[block]
+    stop = sharding.bounds[block + (1 << level)]
     for branch, offsets in enumerate(sharding.branches.offsets):
         if doubling_level(sharding, branch) > level:
-            segment, rate = _doubled_segment(sharding, branch), sharding.branches.dilation_rates[branch]
+            segment = _doubled_segment(sharding, branch)
+            rate = sharding.branches.dilation_rates[branch]
             for offset, heads in _classes(offsets).items():
-                yield clip(range(start // segment * segment + offset, stop, rate), start, stop), heads
+                rows = range(start // segment * segment + offset, stop, rate)
+                yield clip(rows, start, stop), heads
