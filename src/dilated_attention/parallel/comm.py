@@ -64,9 +64,10 @@ class Framing:
     @classmethod
     def of(cls, counts: Sequence[int] | dict[int, int], seal: int) -> Framing:
         """Make a framing from the number of data rows per rank. A rank without rows gets no message."""
-        rows = counts if isinstance(counts, dict) else dict(enumerate(counts))
-        peers = tuple([peer for peer in sorted(rows) if rows[peer]])
-        return cls(peers, tuple([rows[peer] for peer in peers]), seal)
+        if not isinstance(counts, dict):
+            counts = dict(enumerate(counts))
+        peers = tuple([peer for peer in sorted(counts) if counts[peer]])
+        return cls(peers, tuple([counts[peer] for peer in peers]), seal)
 
     @cached_property
     def rows(self) -> int:
@@ -75,8 +76,10 @@ class Framing:
 
     def splits(self, size: int) -> list[int]:
         """Return the number of rows to or from each of `size` ranks, seals included."""
-        rows = dict(zip(self.peers, self.counts, strict=True))
-        return [rows[peer] + self.seal if peer in rows else 0 for peer in range(size)]
+        rows = [0] * size
+        for peer, count in zip(self.peers, self.counts, strict=True):
+            rows[peer] = count + self.seal
+        return rows
 
     @cached_property
     def positions(self) -> Integers:
@@ -163,9 +166,13 @@ class Forwards:
             self.places.append(here)
             del self.places[:-_MOST_FORWARDS]
             return 2 * self.count
-        self.again = node, self.again[1] + 1 if self.again[0] == node else 0
+
+        again = 0
+        if self.again[0] == node:
+            again = self.again[1] + 1
+        self.again = (node, again)
         repeated = self.count - len(self.places) + bisect_right(self.places, node)
-        return 2 * (repeated << 20 | self.again[1]) + 1
+        return 2 * (repeated << 20 | again) + 1
 
 
 @dataclass(eq=False)
@@ -201,7 +208,8 @@ class Link:
 
     def __post_init__(self, end_of: ProcessGroup) -> None:
         self._group = weakref.ref(end_of)
-        self.rank, self.size = dist.get_rank(end_of), dist.get_world_size(end_of)
+        self.rank = dist.get_rank(end_of)
+        self.size = dist.get_world_size(end_of)
 
     @property
     def group(self) -> ProcessGroup:
@@ -233,14 +241,18 @@ class Link:
                 some rank does. None: not compared.
         """
         self.require_alive()
-        self.calls += not self._compared_first  # once per call, which may compare before it runs
+        if not self._compared_first:  # once per call, which may compare before it runs
+            self.calls += 1
         self._compared_first = wanted is not None
-        self.fingerprint, self.description = fingerprint(description), description
+        self.fingerprint = fingerprint(description)
+        self.description = description
+
         agreed = self._agreed.get(self.fingerprint)
-        if agreed is not None and problem is not None:
-            raise self._refusal(problem)
-        if agreed is not None and (wanted is None or agreed):
-            return agreed
+        if agreed is not None:
+            if problem is not None:
+                raise self._refusal(problem)
+            if wanted is None or agreed:
+                return agreed
         self.traffic.agreements += 1
         self._agreed[self.fingerprint] = self.compare(description, problem, device, bool(wanted))
         if len(self._agreed) > _MOST_AGREED:
@@ -252,9 +264,12 @@ class Link:
         rank refuses its call with a `problem`, every rank raises a ValueError that names these ranks and the reason.
         The texts are gathered only if they differ."""
         self.description = description
-        text = description if problem is None else f"refused={problem}"
-        texts, mine = [text], fingerprint(text)
+        text = description
+        if problem is not None:
+            text = f"refused={problem}"
+        mine = fingerprint(text)
         words = torch.tensor([mine, -mine, self._number, int(flag)], device=device)
+        texts = [text]
         with self.guard("while comparing arguments"):
             dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
             largest, smallest, self._attempt, any_flag = words.tolist()
@@ -268,13 +283,16 @@ class Link:
     def enter(self, name: str, number: int | None = None) -> int:
         """Begin a collective call that is not attention: put its name and number into the seals, return the number
         (see `begin`)."""
-        self.fingerprint, self.description, self.place = fingerprint(name), f"function={name}", name
+        self.fingerprint = fingerprint(name)
+        self.description = f"function={name}"
+        self.place = name
         return self.begin(name, number)
 
     def begin(self, name: str, number: int | None = None) -> int:
         """Begin a forward or backward: put the layer's or function's name and the number of the forward into the seals,
         and return the number. `number`: in a backward, the number that its forward got; default: a new one."""
-        number = self._forwards.setdefault(name, Forwards()).next() if number is None else number
+        if number is None:
+            number = self._forwards.setdefault(name, Forwards()).next()
         self._call = fingerprint(f"{number} {name}")
         return number
 
@@ -292,7 +310,8 @@ class Link:
 
     def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
         """Start an exchange with every rank: send `send`, framed as `sent`; receive messages framed as `received`."""
-        seal, buffer = self._next_collective(send, sent, what), self._blank(received, send)
+        seal = self._next_collective(send, sent, what)
+        buffer = self._blank(received, send)
         with self.guard(what):
             works = self.exchange(buffer, send, received, sent)
         return self.started(works, buffer, sent, received, seal, what)
@@ -303,7 +322,8 @@ class Link:
         All messages have the same number of rows, and are received in the order of the ranks.
         """
         everyone = Framing(tuple(range(self.size)), sent.counts * self.size, sent.seal)
-        seal, buffer = self._next_collective(send, sent, what), self._blank(everyone, send)
+        seal = self._next_collective(send, sent, what)
+        buffer = self._blank(everyone, send)
         with self.guard(what):
             works = self.gather(buffer, send, sent)
         return self.started(works, buffer, everyone, everyone, seal, what)
@@ -314,9 +334,11 @@ class Link:
         Sent and received rows are `(rows, ...)`, in the order of the ranks.
         """
         seal = seal_rows(rows.shape[1:].numel() * rows.element_size())
-        sent, received = Framing.of(leaving, seal), Framing.of(arriving, seal)
+        sent = Framing.of(leaving, seal)
+        received = Framing.of(arriving, seal)
         message = rows.new_empty(sent.rows, *rows.shape[1:])
         message[torch.from_numpy(sent.positions).to(rows.device)] = rows
+
         buffer = self.all_to_all(message, sent, received, what).wait()
         return buffer[torch.from_numpy(received.positions).to(rows.device)]
 
@@ -340,6 +362,7 @@ class Link:
         framing = Framing((self.rank,), (max(sizes),), seal_rows(rows.shape[1:].numel() * rows.element_size()))
         message = rows.new_zeros(framing.rows, *rows.shape[1:])
         message[: len(rows)] = rows
+
         # As bytes: gloo has no int16, and writes the bytes of a bool as 0 or 1, the seal's too.
         found = self.all_gather(message.flatten(1).view(torch.uint8), framing, what).wait()
         found = found.view(rows.dtype).unflatten(1, rows.shape[1:])
@@ -360,23 +383,26 @@ class Link:
         buffer = self._blank(received, send, buffer)
         phase = self._phase(what)
         operations = []
-        seal = (phase, 1)  # odd also without a message to receive: `wait` waits for the sends only once
         for peer in sent.peers:
             self._messages_to[peer] += 1
             self._write_seals(send, sent, (phase, 2 * self._messages_to[peer] + 1))
             operations.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=peer))
+
+        seal = (phase, 1)  # odd also without a message to receive: `wait` waits for the sends only once
         for peer in received.peers:
             self._messages_from[peer] += 1
-            seal = phase, 2 * self._messages_from[peer] + 1
+            seal = (phase, 2 * self._messages_from[peer] + 1)
             operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer))
+
         with self.guard(what):
             works = self.post(operations) if operations else []
         return self.started(works, buffer, sent, received, seal, what)
 
     def exchange(self, buffer: Tensor, send: Tensor, received: Framing, sent: Framing) -> list[dist.Work]:
         """Start an all-to-all from `send` to `buffer`. A link for rehearsals replaces this, `gather` and `post`."""
-        splits = received.splits(self.size), sent.splits(self.size)
-        return [dist.all_to_all_single(buffer, send, *splits, group=self.group, async_op=True)]
+        arriving = received.splits(self.size)
+        leaving = sent.splits(self.size)
+        return [dist.all_to_all_single(buffer, send, arriving, leaving, group=self.group, async_op=True)]
 
     def gather(self, buffer: Tensor, send: Tensor, sent: Framing) -> list[dist.Work]:
         return [dist.all_gather(list(buffer.split(sent.rows)), send, group=self.group, async_op=True)]
@@ -401,22 +427,25 @@ class Link:
 
     def received(self, transfer: Transfer) -> None:
         """Check the seals of received messages before any row is used; raise an error if one is wrong."""
-        expected = torch.tensor(transfer.seal, device=transfer.buffer.device)
-        where = torch.from_numpy(transfer.framing.seals).to(transfer.buffer.device)
-        sealed = transfer.buffer.flatten(1).view(torch.uint8)[where].flatten(1)[:, :_SEAL_BYTES]
+        buffer = transfer.buffer
+        expected = torch.tensor(transfer.seal, device=buffer.device)
+        where = torch.from_numpy(transfer.framing.seals).to(buffer.device)
+        sealed = buffer.flatten(1).view(torch.uint8)[where].flatten(1)[:, :_SEAL_BYTES]
         seals = sealed.flatten().view(torch.int64).view(-1, 2)  # (messages, 2): hash and number
         right = (seals == expected).all(1)
-        if transfer.buffer.device.type == "cuda":
+        if buffer.device.type == "cuda":
             # Reading the answer would stall the stream; the device traps instead, and no wrong result leaves it.
             require_when_run(right.all(), "rows that were received are not those of this call")
             return
-        wrong = [peer for peer, good in zip(transfer.framing.peers, right.tolist(), strict=True) if not good]
+
+        wrong = [message for message, good in enumerate(right.tolist()) if not good]
         if wrong:
-            found = [tuple(seal) for seal, good in zip(seals.tolist(), right.tolist(), strict=True) if not good]
+            peers = ", ".join([str(transfer.framing.peers[message]) for message in wrong])
             reason = (
-                f"the rows received from rank {', '.join(map(str, wrong))} are not those of this call "
-                f"(shorter than expected, or of another plan, layer, forward or phase: seal {found[0]}, expected "
-                f"{transfer.seal}); every rank must make the same calls in the same order"
+                f"the rows received from rank {peers} are not those of this call "
+                f"(shorter than expected, or of another plan, layer, forward or phase: seal "
+                f"{tuple(seals[wrong[0]].tolist())}, expected {transfer.seal}); every rank must make the same calls "
+                "in the same order"
             )
             raise self._fail(transfer.what, reason + self._roll_call())
 
@@ -452,22 +481,29 @@ class Link:
         """Return, as text, what is known about a failure: from the function that `presence.set_witness` set, if any, or
         else from the store. "" if nothing is known."""
         if presence.witness:
-            return f"; {lost}" if (lost := presence.witness()) else ""
+            lost = presence.witness()
+            return f"; {lost}" if lost else ""
         answer = presence.within(_ROLL_CALL_SECONDS + 0.5, self._ask_store)
-        return "; the rendezvous store does not answer: its host is likely lost" if answer is None else answer
+        if answer is None:
+            return "; the rendezvous store does not answer: its host is likely lost"
+        return answer
 
     def _ask_store(self) -> str:
         """Report this failure in the store. Return, as text, how the calls of the ranks that report it differ, if they
         do; and the reasons of those that refused this call, or else which ranks do not report it."""
-        store, ranks = self._store(), [str(j) for j in range(self.size)]
+        store = self._store()
         store.set(str(self.rank), self.description)
         store.set(_FAILED, "")
-        silent = presence.missing(store, ranks, _ROLL_CALL_SECONDS)
+        silent = presence.missing(store, [str(j) for j in range(self.size)], _ROLL_CALL_SECONDS)
+
         reporting = [j for j in range(self.size) if j not in silent]
-        texts = [text.decode() for text in store.multi_get([ranks[j] for j in reporting])]
-        differing, refusals = "", ""
+        written = store.multi_get([str(j) for j in reporting])
+        texts = [text.decode() for text in written]
+        differing = ""
         if all(texts) and len(set(texts)) > 1:
             differing = f"; the ranks call with different arguments: {_differing(texts, reporting)}"
+
+        refusals = ""
         for j in silent:
             if store.check([f"refusal/{j}"]):
                 call, _, problem = store.get(f"refusal/{j}").decode().partition(" ")
@@ -479,16 +515,16 @@ class Link:
 
     def _write_seals(self, buffer: Tensor, framing: Framing, seal: tuple[int, int]) -> None:
         if framing.rows:
-            row = buffer.flatten(1).view(torch.uint8)
-            padded = torch.zeros(framing.seal * row.shape[1], dtype=torch.uint8, device=buffer.device)
+            rows = buffer.flatten(1).view(torch.uint8)
+            padded = torch.zeros(framing.seal * rows.shape[1], dtype=torch.uint8, device=buffer.device)
             padded[:_SEAL_BYTES] = torch.tensor(seal, device=buffer.device).view(torch.uint8)
-            row[torch.from_numpy(framing.seals).to(buffer.device)] = padded.view(framing.seal, -1)
+            rows[torch.from_numpy(framing.seals).to(buffer.device)] = padded.view(framing.seal, -1)
 
     def _next_collective(self, send: Tensor, sent: Framing, what: str) -> tuple[int, int]:
         """Write the next collective's seal (hash, number) into its messages, `send` framed as `sent`, and return it."""
         self.require_alive()
         self._collectives += 1
-        seal = self._phase(what), 2 * self._collectives
+        seal = (self._phase(what), 2 * self._collectives)
         self._write_seals(send, sent, seal)
         return seal
 
@@ -499,7 +535,8 @@ class Link:
 
     def _blank(self, received: Framing, like: Tensor, buffer: Tensor | None = None) -> Tensor:
         """Return a receive buffer whose seals are invalid, because fresh memory may hold the seals of an older call."""
-        buffer = like.new_empty(received.rows, *like.shape[1:]) if buffer is None else buffer
+        if buffer is None:
+            buffer = like.new_empty(received.rows, *like.shape[1:])
         self._write_seals(buffer, received, (0, 0))
         return buffer
 
@@ -508,7 +545,8 @@ class Link:
     ) -> Transfer:
         """Return the `Transfer` of operations that have been started, and add it to the traffic counts."""
         row_bytes = buffer.shape[1:].numel() * buffer.element_size()
-        out, into = sent.without(self.rank), received.without(self.rank)
+        out = sent.without(self.rank)
+        into = received.without(self.rank)
         self.traffic.bytes_sent += row_bytes * out.rows
         self.traffic.bytes_received += row_bytes * into.rows
         self.traffic.messages_sent += len(out.peers)
@@ -538,9 +576,14 @@ def difference(texts: Sequence[str]) -> str:
 
 
 def _differing(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
-    facts = [dict(line.split("=", 1) for line in text.splitlines()) for text in texts]
+    """Return, as text, which ranks' descriptions differ, and in what: only in the function, if they call several."""
+    facts = []
+    for text in texts:
+        facts.append(dict(line.split("=", 1) for line in text.splitlines()))
     functions = [{"function": each["function"]} for each in facts]
-    return presence.differences(facts if functions.count(functions[0]) == len(facts) else functions, ranks)
+    if functions.count(functions[0]) < len(facts):
+        facts = functions
+    return presence.differences(facts, ranks)
 
 
 _links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()

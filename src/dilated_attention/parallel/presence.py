@@ -61,8 +61,10 @@ def within(seconds: float, call: Callable[[], Answer]) -> Answer | None:
 
 def named(ranks: Sequence[int]) -> str:
     """Return the ranks as text, "rank 1, 2, 3". A long list is cut after the first ones."""
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    return f"rank {', '.join(map(str, ranks[:NAMED]))}{more}"
+    text = f"rank {', '.join(map(str, ranks[:NAMED]))}"
+    if len(ranks) > NAMED:
+        text += f" and {len(ranks) - NAMED} more"
+    return text
 
 
 def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None) -> str:
@@ -71,9 +73,11 @@ def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int] | None 
     If two sets of facts are equally frequent, the one of the lowest rank is taken as the common one. `ranks`: whose
     facts they are, ascending; None: those of all ranks.
     """
-    ranks = range(len(facts)) if ranks is None else ranks
+    if ranks is None:
+        ranks = range(len(facts))
     texts = [json.dumps(dict(each), sort_keys=True) for each in facts]
     usual = facts[texts.index(Counter(texts).most_common(1)[0][0])]
+
     found: dict[str, list[int]] = {}
     for rank, mine in zip(ranks, facts, strict=True):
         if mine != usual:
