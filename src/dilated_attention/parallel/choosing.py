@@ -44,41 +44,60 @@ def choose_blocks(
     Raises ValueError on every rank if the shards do not make one sequence, or if on some rank `choose` raises a
     ValueError, returns a layout that does not fit its q and k, or one with other blocks than on the other ranks.
     """
-    group, name = context_group(mesh), "choose_blocks"
+    group = context_group(mesh)
     link = link_of(group)
+    name = "choose_blocks"
     _, length = agreed_length(q, group, 1, seq_len, name, _misfit(q, k))
     agreed_length(k, group, 1, length, name)
     link.enter(name)
-    bounds, kv_heads = balanced_bounds(length, link.size), k.shape[2]
+
+    bounds = balanced_bounds(length, link.size)
+    kv_heads = k.shape[2]
     shares = [-(-rank * kv_heads // link.size) for rank in range(link.size + 1)]
-    layout, error = None, None
     whole_q, whole_k = _heads_of(link, q, k, bounds, shares)
+    layout = None
+    error = None
     if whole_k.shape[2]:
         try:
-            chosen = choose(whole_q, whole_k)
-            if not isinstance(chosen, BlockLayout):
-                raise ValueError(f"a choice must be a BlockLayout; got {type(chosen).__name__}")
-            chosen.check(len(whole_q), length, whole_q.shape[2], whole_k.shape[2])
-            layout = chosen.select(heads=[0] * whole_k.shape[2]) if chosen.num_heads == 1 else chosen
+            layout = _chosen(choose, whole_q, whole_k)
         except ValueError as caught:
             error = caught
-    lists = [-1] * 7
-    if layout is not None:
-        ratio = layout.num_heads // whole_k.shape[2]
-        lists = [layout.batch_size, ratio, layout.seq_len, *layout.block_size, int(layout.is_causal), layout.nnz]
-    facts = link.whole(
-        torch.tensor([lists], device=q.device), range(link.size + 1), "in the exchange of sizes"
-    ).tolist()
-    refused = [rank for rank, (first, last) in enumerate(pairwise(shares)) if first < last and facts[rank][0] < 0]
-    if refused:
-        raise ValueError(f"choose refused its heads on rank {refused[0]}: {error or 'see its error there'}") from error
-    shown = [dict(zip(_FACTS, map(str, own if own[0] >= 0 else facts[0]), strict=False)) for own in facts]
-    if any(own != shown[0] for own in shown):
+
+    own = torch.tensor([_facts_of(layout, whole_k.shape[2])], device=q.device)
+    facts = link.whole(own, range(link.size + 1), "in the exchange of sizes").tolist()
+    for rank, (first, last) in enumerate(pairwise(shares)):
+        if first < last and facts[rank][0] < 0:
+            reason = "see its error there" if error is None else error
+            raise ValueError(f"choose refused its heads on rank {rank}: {reason}") from error
+    shown = []
+    for of_rank in facts:
+        compared = of_rank if of_rank[0] >= 0 else facts[0]  # a rank without heads has no layout to compare
+        shown.append(dict(zip(_FACTS, map(str, compared), strict=False)))
+    if any(of_rank != shown[0] for of_rank in shown):
         raise ValueError(
             f"choose gives layouts that do not fit together: {presence.differences(shown)}. Every rank must pass the "
             "same selector with the same options"
         )
     return _joined(link, layout, facts, shares, q.device)
+
+
+def _chosen(choose: Callable[[Tensor, Tensor], BlockLayout], q: Tensor, k: Tensor) -> BlockLayout:
+    """Return the layout that `choose` makes for all tokens of some heads, with separate lists for each head."""
+    layout = choose(q, k)
+    if not isinstance(layout, BlockLayout):
+        raise ValueError(f"a choice must be a BlockLayout; got {type(layout).__name__}")
+    layout.check(len(q), q.shape[1], q.shape[2], k.shape[2])
+    if layout.num_heads == 1:
+        return layout.select(heads=[0] * k.shape[2])
+    return layout
+
+
+def _facts_of(layout: BlockLayout | None, kv_heads: int) -> list[int]:
+    """Return what `_FACTS` names, then the number of blocks; -1 for each without a layout. `kv_heads`: its KV heads."""
+    if layout is None:
+        return [-1] * (len(_FACTS) + 1)
+    ratio = layout.num_heads // kv_heads
+    return [layout.batch_size, ratio, layout.seq_len, *layout.block_size, int(layout.is_causal), layout.nnz]
 
 
 def whole_blocks(tokens: int, length: int, stride: int) -> int:
@@ -107,17 +126,26 @@ def sums_of_blocks(
         x: the tokens [edges[rank], edges[rank + 1]), `(batch, shard, ...)`; `edges[-1]` is the length of the sequence.
     """
     number = whole_blocks(edges[-1], length, stride)
-    touched = [
-        range(whole_blocks(first, length, stride), min(number, -(-last // stride)) if last > first else 0)
-        for first, last in pairwise(edges)
-    ]
+    touched = []  # for each rank, the blocks in which its tokens lie
+    for first, last in pairwise(edges):
+        stop = min(number, -(-last // stride)) if last > first else 0
+        touched.append(range(whole_blocks(first, length, stride), stop))
+
     own = touched[rank]
-    tokens = (len(own) - 1) * stride + length if own else 0
-    before = edges[rank] - own.start * stride if own else 0
+    tokens = 0
+    before = 0
+    if own:
+        tokens = (len(own) - 1) * stride + length
+        before = edges[rank] - own.start * stride
     room = (0, 0) * (x.dim() - 2) + (before, max(0, tokens - before - x.shape[1]))
+    part = of(F.pad(x, room)[:, :tokens])
+
     bounds = list(accumulate(map(len, touched), initial=0))
-    parts = gathered(of(F.pad(x, room)[:, :tokens]), 1, bounds, mesh, "sums of blocks")
-    blocks = torch.tensor([i for some in touched for i in some], dtype=torch.int64, device=x.device)
+    parts = gathered(part, 1, bounds, mesh, "sums of blocks")
+    numbers: list[int] = []
+    for some in touched:
+        numbers += list(some)
+    blocks = torch.tensor(numbers, dtype=torch.int64, device=x.device)
     return parts.new_zeros(len(x), number, *parts.shape[2:]).index_add(1, blocks, parts)
 
 
@@ -136,12 +164,16 @@ def _heads_of(link: Link, q: Tensor, k: Tensor, bounds: tuple[int, ...], shares:
     `bounds`: shard edges in tokens. `shares`: rank i gets the KV heads [shares[i], shares[i + 1]). A row of a message
     holds q and k of one token for one rank's heads, padded with zeros to the largest number of heads.
     """
-    group, counts = q.shape[2] // k.shape[2], [last - first for first, last in pairwise(shares)]
-    widest, mine = max(counts), counts[link.rank]
+    group = q.shape[2] // k.shape[2]
     both = torch.cat([q.unflatten(2, (-1, group)), k[:, :, :, None]], 3).transpose(0, 1)  # (shard, batch, kv_heads, …)
+    counts = [last - first for first, last in pairwise(shares)]
+    mine = counts[link.rank]
     leaving = [len(both) if count else 0 for count in counts]
-    arriving = [stop - start if mine else 0 for start, stop in pairwise(bounds)]
-    rows = both.new_zeros(len(counts), len(both), both.shape[1], widest, *both.shape[3:])
+    arriving = [0] * len(counts)
+    if mine:
+        arriving = [stop - start for start, stop in pairwise(bounds)]
+
+    rows = both.new_zeros(len(counts), len(both), both.shape[1], max(counts), *both.shape[3:])
     for message, (first, last) in zip(rows, pairwise(shares), strict=True):
         message[:, :, : last - first] = both[:, :, first:last]
     rows = rows[torch.tensor(counts) > 0].flatten(0, 1)
@@ -158,14 +190,17 @@ def _joined(
     per KV head, seq_len, q_block, k_block, is_causal, number of blocks]. Rank i: KV heads [shares[i], shares[i + 1]).
     """
     batch, ratio, seq_len, q_block, k_block, is_causal, _ = facts[0]
-    rows, heads = -(-seq_len // q_block), [ratio * edge for edge in shares]
+    rows = -(-seq_len // q_block)
+    heads = [ratio * edge for edge in shares]
     own = torch.empty(0, batch * rows, dtype=torch.int64, device=device)
+    indices = torch.empty(0, dtype=torch.int64, device=device)
     if layout is not None:
         own = layout.counts.expand(batch, -1, -1).transpose(0, 1).flatten(1)
+        indices = layout.indices
     counts = link.whole(own, heads, "in the exchange of list lengths").unflatten(1, (batch, rows)).transpose(0, 1)
     ends = list(accumulate((max(0, entries) for *_, entries in facts), initial=0))
-    indices = torch.empty(0, dtype=torch.int64, device=device) if layout is None else layout.indices
     indices = link.whole(indices[:, None], ends, "in the exchange of lists").flatten()
+
     # a rank's lists come sample by sample
     number = torch.arange(counts.numel(), device=device).view(counts.shape)
     order = torch.cat([number[:, first:last].flatten() for first, last in pairwise(heads)])

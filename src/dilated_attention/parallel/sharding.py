@@ -25,7 +25,8 @@ def sequence_range(seq_len: int, mesh: Mesh) -> tuple[int, int]:
     """
     seq_len = checks.integer("seq_len", seq_len, 0)
     group = context_group(mesh)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     return rank * seq_len // size, (rank + 1) * seq_len // size
 
 
@@ -44,7 +45,8 @@ def from_rank(rank: int, x: Tensor, mesh: Mesh) -> Tensor:
 
     All ranks must pass a tensor of the same shape and dtype.
     """
-    group, x = context_group(mesh), x.clone(memory_format=torch.contiguous_format)
+    group = context_group(mesh)
+    x = x.clone(memory_format=torch.contiguous_format)
     with link_of(group).guard(f"while rank {rank} sends to all"):
         dist.broadcast(x, dist.get_global_rank(group, rank), group=group)
     return x
@@ -70,8 +72,10 @@ def require_same(name: str, mesh: Mesh, tokens: Tensor, **values: Any) -> None:
 def _compare(name: str, group: ProcessGroup, problem: str | None, x: Tensor, **values: Any) -> bool:
     """Compare the values of a call of function `name` between the ranks, and whether one refuses it (`Link.compare`).
     Return whether the x of some rank requires gradients."""
-    link, wanted = link_of(group), torch.is_grad_enabled()
-    facts, link.place = {"function": name, "gradients": "on" if wanted else "off", **values}, name
+    link = link_of(group)
+    link.place = name
+    wanted = torch.is_grad_enabled()
+    facts = {"function": name, "gradients": "on" if wanted else "off", **values}
     text = "\n".join([f"{key}={value}" for key, value in facts.items()])
     return link.compare(text, problem, x.device, wanted and x.requires_grad)
 
@@ -86,8 +90,11 @@ def agreed_seed(mesh: Mesh, device: torch.device) -> Tensor:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, back: bool, bounds: Sequence[int], link: Link, name: str, *past: int) -> Tensor:
-        ctx.call = not back, bounds, link, name, link.enter(name, *past)  # each way is the other's backward
-        return link.summed(rows, bounds, "in backward") if back else link.whole(rows, bounds, "in forward")
+        number = link.enter(name, *past)
+        ctx.call = (not back, bounds, link, name, number)  # each way is the other's backward
+        if back:
+            return link.summed(rows, bounds, "in backward")
+        return link.whole(rows, bounds, "in forward")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,9 +107,14 @@ def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) 
 
     The gradient is summed over the ranks' copies. `name` names the call in errors and in messages, on every rank alike.
     """
+    is_vector = x.dim() < 2  # messages are rows
     rows = x.movedim(dim, 0)
-    whole = _Gathered.apply(rows if x.dim() > 1 else rows[:, None], False, bounds, link_of(context_group(mesh)), name)
-    return (whole if x.dim() > 1 else whole[:, 0]).movedim(0, dim)
+    if is_vector:
+        rows = rows[:, None]
+    whole = _Gathered.apply(rows, False, bounds, link_of(context_group(mesh)), name)
+    if is_vector:
+        whole = whole[:, 0]
+    return whole.movedim(0, dim)
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
@@ -136,21 +148,33 @@ def agreed_length(
         name: the function or layer that asks, the same on every rank.
         refused: why this rank refuses its own call, if it does.
     """
-    rank, size, shape = dist.get_rank(group), dist.get_world_size(group), [str(n) for n in x.shape]
-    problem, length = refused or f"dim={dim} is none of the {x.dim()} dimensions of x", 0
-    try:
-        if not refused and -x.dim() <= dim < x.dim():
-            rows, shape[dim], problem = x.shape[dim], "seq", ""
-            length = checks.integer("seq_len", rows * size if seq_len is None else seq_len, 0)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    shape = [str(n) for n in x.shape]
+    length = 0
+    problem: str | None = None
+    if refused:
+        problem = refused
+    elif not -x.dim() <= dim < x.dim():
+        problem = f"dim={dim} is none of the {x.dim()} dimensions of x"
+    else:
+        rows = x.shape[dim]
+        shape[dim] = "seq"
+        if seq_len is None:
+            seq_len = rows * size
+        try:
+            length = checks.integer("seq_len", seq_len, 0)
             start, stop = sequence_range(length, group)
             if rows != stop - start:
                 problem = (
                     f"x has {rows} rows in dim {dim}; the shard of rank {rank} of seq_len={length} has {stop - start}"
                 )
-    except ValueError as error:
-        problem = str(error)
+        except ValueError as error:
+            problem = str(error)
+
     shard = f"{x.dtype} ({', '.join(shape)})"
-    if _compare(name, group, problem or None, x, shard=shard, seq_len=length) and not x.requires_grad:
+    required = _compare(name, group, problem, x, shard=shard, seq_len=length)
+    if required and not x.requires_grad:
         x = x.detach().requires_grad_()
     return x, length
 
@@ -189,10 +213,13 @@ def cp_mean(loss_sum: Tensor, n_valid: Tensor | int, mesh: Mesh, gradients: Lite
         raise ValueError(f'gradients must be "mean" or "sum"; got {gradients!r}')
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
         mesh = flattened(mesh)
-    link, loss_sum = link_of(context_group(mesh)), loss_sum.sum()
-    own = torch.stack([loss_sum.detach().double(), torch.as_tensor(n_valid, device=loss_sum.device).sum().double()])
+    link = link_of(context_group(mesh))
+    loss_sum = loss_sum.sum()
+    n_valid = torch.as_tensor(n_valid, device=loss_sum.device).sum()
+    own = torch.stack([loss_sum.detach().double(), n_valid.double()])
     link.enter("cp_mean")
     total = link.whole(own[None], range(link.size + 1), "in the exchange of sums").sum(0)
+
     size = link.size if gradients == "mean" else 1
     mean = (total[0] / total[1]).to(loss_sum.dtype)
     return mean + (loss_sum - loss_sum.detach()) * (size / total[1]).to(loss_sum.dtype)
