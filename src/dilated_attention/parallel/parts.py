@@ -77,8 +77,10 @@ class Counted:
 
 
 def _nbytes(x: Any) -> int:
-    if isinstance(x, (tuple, dict)):
-        return sum([_nbytes(part) for part in (x.values() if isinstance(x, dict) else x)])
+    if isinstance(x, dict):
+        x = tuple(x.values())
+    if isinstance(x, tuple):
+        return sum([_nbytes(part) for part in x])
     return getattr(x, "nbytes", 0)
 
 
@@ -103,17 +105,23 @@ class Gather(Counted):
     def of(cls, remote: Remote, rows: Integers, device: torch.device) -> Gather:
         """Make the tables of a part whose key `remote.keys[i]` lies in row `rows[i]`."""
         heads = remote.plan.num_heads
-        index, tokens = np.zeros((2, remote.rows * heads), dtype=np.int64)
-        index[remote.slots], tokens[remote.slots] = rows, remote.keys // heads
-        filled, empty = remote.slots, np.delete(np.arange(len(index)), remote.slots)
-        return cls(
-            remote.plan,
-            on_device(index, device),
-            on_device(filled, device) if len(empty) else None,
-            on_device(empty, device) if len(empty) else None,
-            on_device(tokens, device).view(-1, heads) if remote.queries is None else None,
-            remote.queries,
-        )
+        slots = remote.rows * heads
+        index = np.zeros(slots, dtype=np.int64)
+        index[remote.slots] = rows
+
+        empty = np.delete(np.arange(slots), remote.slots)
+        filled = None
+        holes = None
+        if len(empty):
+            filled = on_device(remote.slots, device)
+            holes = on_device(empty, device)
+
+        tokens = None
+        if remote.queries is None:
+            of_slots = np.zeros(slots, dtype=np.int64)
+            of_slots[remote.slots] = remote.keys // heads
+            tokens = on_device(of_slots, device).view(-1, heads)
+        return cls(remote.plan, on_device(index, device), filled, holes, tokens, remote.queries)
 
     def part(self, keys: Tensor, values: Tensor) -> Part:
         """Gather the part's keys and values from these rows."""
@@ -126,10 +134,13 @@ class Gather(Counted):
 
     def scatter(self, gradients: Gradients, dk: Tensor, dv: Tensor) -> None:
         """Add a part's gradients to those of the rows."""
-        index = self.index if self.filled is None else self.index[self.filled]
+        index = self.index
+        if self.filled is not None:
+            index = index[self.filled]
         for x, total in zip(gradients, (dk, dv), strict=True):
             rows = x.permute(1, 2, 0, 3).flatten(0, 1)  # by slot
-            rows = rows if self.filled is None else rows[self.filled]
+            if self.filled is not None:
+                rows = rows[self.filled]
             total.index_add_(0, index, rows.to(total.dtype))
 
 
@@ -153,7 +164,8 @@ class Own(Counted):
 
     def pack(self, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """Write rows of k and v into `out`, or into a new buffer `(size, 2, batch, head_dim)`; return the buffer."""
-        out = k.new_empty(self.size, 2, k.shape[0], k.shape[3]) if out is None else out
+        if out is None:
+            out = k.new_empty(self.size, 2, k.shape[0], k.shape[3])
         for i, rows in enumerate(_shard_rows(k, v)):
             out[:, i].index_copy_(0, self.positions, rows.index_select(0, self.index))
         return out
@@ -185,12 +197,18 @@ class Local(Counted):
 
     @classmethod
     def of(cls, sharding: Sharding, rank: int, device: torch.device) -> Local:
+        plan = partition.local_plan(sharding, rank)
+        if not sharding.layouts:
+            return cls(plan, ())
+
         shard = sharding.shard(rank)
-        found = partition.crossings(sharding, rank) if sharding.layouts else ()
-        problems = [block_partition.problem(sharding, rank, crossing, [shard], device) for crossing in found]
-        first = shard[0] * sharding.num_heads
-        gathers = tuple([Gather.of(x, x.keys - first, device) for x in problems if x])
-        return cls(partition.local_plan(sharding, rank), gathers)
+        gathers: list[Gather] = []
+        for crossing in partition.crossings(sharding, rank):
+            problem = block_partition.problem(sharding, rank, crossing, [shard], device)
+            if problem is not None:
+                rows = problem.keys - shard[0] * sharding.num_heads
+                gathers.append(Gather.of(problem, rows, device))
+        return cls(plan, tuple(gathers))
 
     def forward(self, k: Tensor, v: Tensor) -> Generator[Part, None, None]:
         yield Part(k, v, self.plan)
@@ -201,7 +219,7 @@ class Local(Counted):
     def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
         """Yield the parts, take back each part's (dk, dv), and return their sums for the shard's rows, contiguous."""
         dtype = statistic(k.dtype)
-        dk, dv = ((x.to(dtype).contiguous()) for x in (yield Part(k, v, self.plan)))
+        dk, dv = (x.to(dtype).contiguous() for x in (yield Part(k, v, self.plan)))
         rows = _shard_rows(k, v) if self.crossing else ()
         for gather in self.crossing:
             gather.scatter((yield gather.part(*rows)), *_shard_rows(dk, dv))
@@ -224,15 +242,25 @@ def gathers_of(
         among: the tokens [start, stop) whose rows are attended; default: all.
         found: the crossing segments; default: all of the rank's.
     """
-    among = among or (0, sharding.seq_len)
-    found = partition.crossings(sharding, rank) if found is None else found
-    lower, upper = sharding.shard(rank)
+    if among is None:
+        among = (0, sharding.seq_len)
+    if found is None:
+        found = partition.crossings(sharding, rank)
+    start, stop = among
     parts: list[Remote | None]
     if sharding.layouts:
-        sides = [(among[0], min(among[1], lower)), (max(among[0], upper), among[1])][: 1 if sharding.is_causal else 2]
+        lower, upper = sharding.shard(rank)
+        sides = [(start, min(stop, lower))]
+        if not sharding.is_causal:
+            sides.append((max(start, upper), stop))
         parts = [block_partition.problem(sharding, rank, crossing, sides, device) for crossing in found]
     else:
-        wanted = [(c, [partition.clip(part, *among) for part in (c.before, c.after)]) for c in found]
+        wanted = []
+        for crossing in found:
+            before = partition.clip(crossing.before, start, stop)
+            after = partition.clip(crossing.after, start, stop)
+            wanted.append((crossing, (before, after)))
         parts = [partition.remote(sharding, rank, wanted)]
+
     some = [part for part in parts if part and part.plan.groups]
     return tuple([Gather.of(part, positions[locate(held, part.keys)], device) for part in some])

@@ -88,13 +88,16 @@ class _Schedule(Generic[Steps]):
     """
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
-        self.link, seal = link, seal_rows(row_bytes)
-        key = (type(self).__name__, sharding, link.rank, seal, device)
-        tables = plan_cache.get(
-            key,
-            lambda: _Tables(Local.of(sharding, link.rank, device), self.make(sharding, link.rank, seal, device)),
-        )
-        self.local, self.steps = tables.local, tables.steps
+        seal = seal_rows(row_bytes)
+
+        def tables() -> _Tables[Steps]:
+            local = Local.of(sharding, link.rank, device)
+            return _Tables(local, self.make(sharding, link.rank, seal, device))
+
+        made = plan_cache.get((type(self).__name__, sharding, link.rank, seal, device), tables)
+        self.link = link
+        self.local = made.local
+        self.steps = made.steps
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> Steps:
@@ -118,9 +121,11 @@ class Exchange(_Schedule[_Round | None]):
         if not partition.crosses(sharding):  # on no rank: nobody calls the collective
             return None
         (keys, come), (sent_keys, go) = _messages(sharding, rank)
-        sent, received = Framing.of(go, seal), Framing.of(come, seal)
+        sent = Framing.of(go, seal)
+        received = Framing.of(come, seal)
         own = Own.of(sharding, rank, sent_keys, sent.positions, sent.rows, device)
-        return _Round(own, gathers_of(sharding, rank, keys, received.positions, device), sent, received, sent)
+        gathers = gathers_of(sharding, rank, keys, received.positions, device)
+        return _Round(own, gathers, sent, received, sent)
 
     def _send(self, step: _Round, k: Tensor, v: Tensor) -> Transfer:
         return self.link.all_to_all(step.own.pack(k, v), step.sent, step.received, "in forward's exchange")
@@ -152,12 +157,14 @@ class AllGather(Exchange):
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Round | None:
-        size, source = sharding.world_size, block_partition if sharding.layouts else partition
+        size = sharding.world_size
+        source = block_partition if sharding.layouts else partition
         keys = [partition.keys_of(sharding, source.contributed(sharding, j)) for j in range(size)]
         longest = max([len(x) for x in keys])
         if not longest:
             return None
-        sent, everyone = Framing.of({rank: longest}, seal), Framing.of([longest] * size, seal)
+        sent = Framing.of({rank: longest}, seal)
+        everyone = Framing.of([longest] * size, seal)
         own = Own.of(sharding, rank, keys[rank], np.arange(len(keys[rank])), sent.rows, device)
         positions = np.concatenate([np.arange(len(x)) + j * sent.rows for j, x in enumerate(keys)])
         gathers = gathers_of(sharding, rank, np.concatenate(keys), positions, device)
@@ -183,12 +190,16 @@ class Ring(_Schedule[dict[int, _Round]]):
         A round without rows is left out.
         """
         arriving, leaving = (np.split(keys, np.cumsum(rows)[:-1]) for keys, rows in _messages(sharding, rank))
-        size, rounds = sharding.world_size, {}
+        size = sharding.world_size
+        rounds = {}
         for distance in range(1, size):
-            behind, ahead = (rank - distance) % size, (rank + distance) % size
-            come, go = arriving[behind], leaving[ahead]
+            behind = (rank - distance) % size
+            ahead = (rank + distance) % size
+            come = arriving[behind]
+            go = leaving[ahead]
             if len(come) or len(go):
-                sent, received = Framing.of({ahead: len(go)}, seal), Framing.of({behind: len(come)}, seal)
+                sent = Framing.of({ahead: len(go)}, seal)
+                received = Framing.of({behind: len(come)}, seal)
                 own = Own.of(sharding, rank, go, sent.positions, sent.rows, device)
                 gathers = gathers_of(sharding, rank, come, received.positions, device, sharding.shard(behind))
                 rounds[distance] = _Round(own, gathers, sent, received, sent)
@@ -221,16 +232,20 @@ class Ring(_Schedule[dict[int, _Round]]):
 
     def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
         dk, dv = (torch.zeros(x.shape, dtype=statistic(k.dtype), device=x.device) for x in (k, v))
-        returning: tuple[_Round, Transfer] | None = None
+        returning: tuple[Own, Transfer] | None = None  # the rows whose gradients travel
+
+        def add_returned() -> None:
+            if returning:
+                own, transfer = returning
+                own.add(transfer.wait(), dk, dv)
+
         for distance, step, rows in self._rows(k, v, "backward", self._fetch(1, k, v, "backward")):
             sums = yield from step.backward(rows)
-            if returning:
-                returning[0].own.add(returning[1].wait(), dk, dv)
+            add_returned()
             what = f"in backward's return of ring step {distance}"
-            returning = step, self.link.swap(sums, step.received, step.returned, what)
+            returning = (step.own, self.link.swap(sums, step.received, step.returned, what))
         local_dk, local_dv = yield from self.local.backward(k, v)
-        if returning:
-            returning[0].own.add(returning[1].wait(), dk, dv)
+        add_returned()
         return dk.add_(local_dk), dv.add_(local_dv)
 
 
@@ -264,20 +279,26 @@ class Doubling(_Schedule[tuple[Own, tuple[_Hop, ...]]]):
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> tuple[Own, tuple[_Hop, ...]]:
         """Return (own, hops), which describe the buffer of all rounds: this rank's rows, then each round's received
         message with its seal (see `Framing`)."""
-        rounds, found = partition.doubling_rounds(sharding), partition.crossings(sharding, rank)
+        found = partition.crossings(sharding, rank)
+        rounds = partition.doubling_rounds(sharding)
         held = partition.keys_of(sharding, partition.passed_on(sharding, rank, 0) if rounds else ())
         positions: Integers = np.arange(len(held))
-        edge, hops = len(held), []
+        edge = len(held)
         own = Own.of(sharding, rank, held, positions, edge, device)
+
+        hops = []
         for level in range(rounds):
-            block, peer = rank >> level << level, rank ^ (1 << level)
-            mine, theirs = (
-                partition.keys_of(sharding, partition.passed_on(sharding, first, level))
-                for first in (block, block ^ (1 << level))
-            )
+            peer = rank ^ (1 << level)
+            block = rank >> level << level
+            sibling = block ^ (1 << level)
+            mine = partition.keys_of(sharding, partition.passed_on(sharding, block, level))
+            theirs = partition.keys_of(sharding, partition.passed_on(sharding, sibling, level))
             send = on_device(positions[locate(held, mine)], device)
-            sent, received = Framing.of({peer: len(mine)}, seal), Framing.of({peer: len(theirs)}, seal)
-            held, positions = np.append(held, theirs), np.append(positions, np.arange(edge, edge + len(theirs)))
+            sent = Framing.of({peer: len(mine)}, seal)
+            received = Framing.of({peer: len(theirs)}, seal)
+
+            held = np.append(held, theirs)
+            positions = np.append(positions, np.arange(edge, edge + len(theirs)))
             done = [crossing for crossing in found if partition.doubling_level(sharding, crossing.branch) == level + 1]
             gathers = gathers_of(sharding, rank, held, positions, device, found=done)
             hops.append(_Hop(send, sent, received, edge, edge + received.rows, gathers))
@@ -321,8 +342,10 @@ class Doubling(_Schedule[tuple[Own, tuple[_Hop, ...]]]):
                 sums = sums[: hop.stop].clone()
             what = f"in backward's doubling round {level}"
             transfer = self.link.swap(sums[hop.start : hop.stop], hop.received, hop.sent, what)
+
         dk, dv = yield from self.local.backward(k, v)
         if transfer:
-            sums.index_add_(0, hops[0].send, transfer.wait()[: len(hops[0].send)])
+            send = hops[0].send
+            sums.index_add_(0, send, transfer.wait()[: len(send)])
         own.add(sums[: own.size], dk, dv)
         return dk, dv

@@ -24,30 +24,37 @@ class Ulysses:
     """
 
     def __init__(self, link: Link, sharding: Sharding, num_heads: int) -> None:
-        self.link, self.counts = link, [stop - start for start, stop in pairwise(sharding.bounds)]
-        heads, kv_heads = num_heads // link.size, sharding.num_heads // link.size
-        self.widths = heads, kv_heads, kv_heads, heads  # of q, k, v and out
+        self.link = link
+        self.counts = [stop - start for start, stop in pairwise(sharding.bounds)]
+        heads = num_heads // link.size
+        kv_heads = sharding.num_heads // link.size
+        self.widths = (heads, kv_heads, kv_heads, heads)  # of q, k, v and out
+
         columns = slice(link.rank * kv_heads, (link.rank + 1) * kv_heads)
         offsets = tuple([row[columns] for row in sharding.branches.offsets])
-        whole = replace(
-            sharding, branches=sharding.branches._replace(offsets=offsets), bounds=(0, sharding.seq_len), layouts=()
-        )
+        branches = sharding.branches._replace(offsets=offsets)
+        whole = replace(sharding, branches=branches, bounds=(0, sharding.seq_len), layouts=())
         self.plan = plan_cache.get(("whole", whole), lambda: partition.local_plan(whole, 0))
+
         mine = range(link.rank * heads, (link.rank + 1) * heads)
-        self.layouts = {
-            layout.seq_len: layout.select(heads=mine) if layout.num_heads > 1 else layout for layout in sharding.layouts
-        }
+        self.layouts = {}
+        for layout in sharding.layouts:
+            if layout.num_heads > 1:
+                layout = layout.select(heads=mine)
+            self.layouts[layout.seq_len] = layout
 
     def scatter_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """Give each rank all tokens of its heads: `(batch, shard, heads, ...)` to `(batch, seq, heads / size, ...)`."""
-        size, counts = self.link.size, self.counts
+        size = self.link.size
+        shard = self.counts[self.link.rank]
         rows = [x.unflatten(2, (size, -1)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(0, 1) for x in tensors]
-        arrived = self._exchange(rows, [counts[self.link.rank]] * size, counts, what)
+        arrived = self._exchange(rows, [shard] * size, self.counts, what)
         return [x.transpose(0, 1) for x in arrived]
 
     def gather_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """Reverse `scatter_heads`: turn `(batch, seq, heads / size, ...)` into `(batch, shard, heads, ...)`."""
-        size, shard = self.link.size, self.counts[self.link.rank]
+        size = self.link.size
+        shard = self.counts[self.link.rank]
         arrived = self._exchange([x.transpose(0, 1) for x in tensors], self.counts, [shard] * size, what)
         return [x.unflatten(0, (size, shard)).permute(2, 1, 0, *range(3, x.dim() + 1)).flatten(2, 3) for x in arrived]
 
