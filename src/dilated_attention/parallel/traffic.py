@@ -70,7 +70,8 @@ class ExchangePlan:
         """Return the forward's communication time, modelled as 5 microseconds per message plus the bytes at 50 GB/s.
 
         Messages and bytes each count what is sent or what is received, whichever is more."""
-        messages, moved = max(self.peers_sent, self.peers_received), max(self.bytes_sent, self.bytes_received)
+        messages = max(self.peers_sent, self.peers_received)
+        moved = max(self.bytes_sent, self.bytes_received)
         return _LATENCY * messages + moved / _BANDWIDTH
 
 
@@ -79,9 +80,11 @@ def total(plans: Sequence[ExchangePlan]) -> ExchangePlan:
 
     Counts are summed; transport, world_size, rank and shard are the first call's.
     """
-    whose = ("transport", "world_size", "rank", "shard")
-    counts = [field.name for field in fields(ExchangePlan) if field.name not in whose]
-    return replace(plans[0], **{name: sum([getattr(plan, name) for plan in plans]) for name in counts})
+    sums = {}
+    for field in fields(ExchangePlan):
+        if field.name not in ("transport", "world_size", "rank", "shard"):
+            sums[field.name] = sum([getattr(plan, field.name) for plan in plans])
+    return replace(plans[0], **sums)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ def _messages(transport: str, sharding: Sharding, rank: int, seal: int) -> tuple
     """Return how many rows each message out and each message in has, the number of rounds, and how many rows are kept
     for the backward. The rows of messages do not include seals; kept rows do. `seal`: how many rows one seal takes.
     """
-    size, source = sharding.world_size, block_partition if sharding.layouts else partition
+    size = sharding.world_size
+    source = block_partition if sharding.layouts else partition
 
     def number(shares: Iterable[partition.Share]) -> int:
         return int(partition.count_of(sharding, shares, (0, sharding.seq_len))[0])
@@ -129,13 +133,18 @@ def _messages(transport: str, sharding: Sharding, rank: int, seal: int) -> tuple
         out = [number(partition.passed_on(sharding, block, level)) for level, block in blocks]
         into = [number(partition.passed_on(sharding, block ^ (1 << level), level)) for level, block in blocks]
         return out, into, len(blocks), sum(out[:1]) + _framed(into, seal)
+
     if transport == "all_gather":
         longest = max([number(source.contributed(sharding, j)) for j in range(size)])
-        return [longest] * (size - 1), [longest] * (size - 1), int(longest > 0), _framed([longest] * size, seal)
+        others = [longest] * (size - 1)
+        return others, others, int(longest > 0), _framed([longest] * size, seal)
+
     to = partition.message_rows(sharding, source.sent(sharding, rank))
     from_ = partition.count_of(sharding, source.received(sharding, rank), sharding.bounds)
-    out, into, steps = to.tolist(), from_.tolist(), np.arange(1, size)
+    out = to.tolist()
+    into = from_.tolist()
     if transport == "ring":
+        steps = np.arange(1, size)
         busy = to[(rank + steps) % size] + from_[(rank - steps) % size]
         return out, into, int(np.count_nonzero(busy)), 0
     return out, into, int(partition.crosses(sharding)), _framed(into, seal)
@@ -152,8 +161,10 @@ def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> Exchan
         return _count_ulysses(sharding, rank, shape)
     seal = seal_rows(shape.row_bytes)
     out, into, rounds, kept = _messages(transport, sharding, rank, seal)
-    row, wide = shape.row_bytes, shape.row_bytes // shape.dtype.itemsize * shape.wide_itemsize
-    framed_out, framed_in = _framed(out, seal), _framed(into, seal)
+    row = shape.row_bytes
+    wide = row // shape.dtype.itemsize * shape.wide_itemsize
+    framed_out = _framed(out, seal)
+    framed_in = _framed(into, seal)
     again = row if transport == "ring" else 0  # its backward fetches the rows a second time
     return ExchangePlan(
         transport,
@@ -175,10 +186,12 @@ def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> Exchan
 
 def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
     size = sharding.world_size
-    item, wide = shape.dtype.itemsize, shape.wide_itemsize
-    heads, kv_heads = shape.num_heads // size, sharding.num_heads // size
-    sizes = [upper - lower for lower, upper in pairwise(sharding.bounds)]
-    own, others = sizes[rank], sizes[:rank] + sizes[rank + 1 :]
+    item = shape.dtype.itemsize
+    wide = shape.wide_itemsize
+    heads = shape.num_heads // size
+    kv_heads = sharding.num_heads // size
+    others = [upper - lower for lower, upper in pairwise(sharding.bounds)]
+    own = others.pop(rank)
     fetch = shape.batch * (heads + 2 * kv_heads) * shape.head_dim * item  # q, k, v; and dq, dk, dv
     result = shape.batch * heads * (shape.head_dim * item + wide)  # out, lse; and dout, dlse
 
@@ -186,7 +199,6 @@ def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
         return row * _framed(rows, seal_rows(row))
 
     mine = [own] * (size - 1)
-    to_heads, to_tokens = bytes_(fetch, mine) + bytes_(result, others), bytes_(fetch, others) + bytes_(result, mine)
     messages = (size - 1) * (own > 0) + sum([count > 0 for count in others])
     kept = shape.batch * sharding.seq_len * (2 * (heads + kv_heads) * shape.head_dim * item + heads * wide)
     return ExchangePlan(
@@ -199,8 +211,8 @@ def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
         peers_sent=messages,
         peers_received=messages,
         rounds=2,
-        bytes_sent=to_heads,
-        bytes_received=to_tokens,
+        bytes_sent=bytes_(fetch, mine) + bytes_(result, others),
+        bytes_received=bytes_(fetch, others) + bytes_(result, mine),
         backward_bytes_sent=bytes_(result, mine) + bytes_(fetch, others),
         backward_bytes_received=bytes_(result, others) + bytes_(fetch, mine),
         saved_bytes=kept,
@@ -243,14 +255,21 @@ def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice
                 f"transport={transport!r} does not serve this call: {refusals[transport]}; use transport='auto'"
             )
         return TransportChoice(transport, "asked for by name", refusals, 2048 + sharding.nbytes)
-    rank = 0 if any(sharding.branches.leading) else sharding.world_size // 2
-    rank = sharding.world_size - 1 if sharding.is_causal else rank
-    shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
+
+    rank = sharding.world_size // 2
+    if sharding.is_causal:
+        rank = sharding.world_size - 1
+    elif any(sharding.branches.leading):
+        rank = 0
     refusals["all_gather"] = "moves rows that no rank asked for; only on request"
     plans = {name: count(name, sharding, rank, shape) for name in TRANSPORTS if name not in refusals}
+
+    shard = sharding.seq_len / sharding.world_size * sharding.num_heads * shape.row_bytes
     for name in ("exchange", "doubling"):
-        if name in plans and (kept := plans[name].saved_bytes) > _BUFFER_SHARDS * shard:
-            refusals[name] = f"would hold {kept / 1e6:.1f} MB, over {_BUFFER_SHARDS} shards of keys and values"
+        if name in plans and plans[name].saved_bytes > _BUFFER_SHARDS * shard:
+            held = plans[name].saved_bytes / 1e6
+            refusals[name] = f"would hold {held:.1f} MB, over {_BUFFER_SHARDS} shards of keys and values"
+
     served = [name for name in ("exchange", "doubling", "ulysses") if name not in refusals]
     best = min(served, key=lambda name: plans[name].modelled_seconds, default="ring")
     compared = "; ".join(
@@ -298,24 +317,31 @@ def exchange_plan(
         >>> plan.rows_received  # the last 1,023 tokens of the rank before, for each of 16 heads
         16368
     """
-    seq_len, world_size = checks.integer("seq_len", seq_len, 0), checks.positive("world_size", world_size)
+    seq_len = checks.integer("seq_len", seq_len, 0)
+    world_size = checks.positive("world_size", world_size)
     rank = checks.integer("rank", rank, 0, world_size - 1)
     num_heads, kv_heads = checks.kv_heads(num_heads, num_kv_heads)
-    edges = partition.balanced_bounds(seq_len, world_size) if bounds is None else checks.integers("bounds", bounds)
+    edges = partition.balanced_bounds(seq_len, world_size)
+    if bounds is not None:
+        edges = checks.integers("bounds", bounds)
     if len(edges) != world_size + 1 or edges[-1] != seq_len:
         raise ValueError(
             f"bounds must be world_size + 1 = {world_size + 1} edges from 0 to {seq_len}; got {len(edges)}"
         )
-    shape, plans = Shape(batch, num_heads, head_dim, dtype), []
+
+    shape = Shape(batch, num_heads, head_dim, dtype)
+    plans = []
     for part in pattern.parts if isinstance(pattern, Sum) else (pattern,):
-        branches, layouts = branched_factor(part, seq_len).branches(kv_heads), []
+        branches = branched_factor(part, seq_len).branches(kv_heads)
+        layouts: list[BlockLayout] = []
         if isinstance(part, BlockLayout):
             part.check(batch, seq_len, num_heads, kv_heads)
             layouts = [part]
         elif isinstance(part, Product):
-            counts = row_counts(branches, seq_len)
-            layouts = [part.layout_of(count) for count in sorted(counts)]
-        layouts = [layout.causal() if is_causal else layout for layout in layouts]
+            layouts = [part.layout_of(rows) for rows in sorted(row_counts(branches, seq_len))]
+        if is_causal:
+            layouts = [layout.causal() for layout in layouts]
         sharding = Sharding(branches, edges, is_causal, layouts=tuple(layouts))
-        plans.append(count(choose(transport, sharding, shape).transport, sharding, rank, shape))
+        chosen = choose(transport, sharding, shape).transport
+        plans.append(count(chosen, sharding, rank, shape))
     return total(plans)
