@@ -27,7 +27,7 @@ from dilated_attention.parallel import parts, traffic, transports
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
-from dilated_attention.plan import EVERY, Plan, StridedGroup, row_counts
+from dilated_attention.plan import EVERY, Branches, Plan, StridedGroup, row_counts
 from dilated_attention.torch_internals import group_named
 
 Transport = transports.Exchange | transports.Doubling | transports.Ring
@@ -44,10 +44,13 @@ _TRANSPORTS: dict[str, type[Transport]] = {
 
 def _mesh(call: Call) -> tuple[Shards, ProcessGroup, tuple[int, ...]]:
     """Return how a call is sharded, its process group, and the edges of the shards."""
-    assert call.shards is not None
-    group, bounds = group_named(call.shards.group_name), call.shards.bounds
-    edges = balanced_bounds(bounds[0], dist.get_world_size(group)) if len(bounds) == 1 else bounds
-    return call.shards, group, edges
+    shards = call.shards
+    assert shards is not None
+    group = group_named(shards.group_name)
+    edges = shards.bounds
+    if len(edges) == 1:  # the sequence length alone
+        edges = balanced_bounds(edges[0], dist.get_world_size(group))
+    return shards, group, edges
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,18 @@ class _Plan:
         """Return the plan of a call, made once and then taken from the plan cache."""
         shards, _, edges = _mesh(call)
         shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
-        given = call.key_padding_mask is not None, shards.sinks, shards.gradients
-        scores = call.scores, *given, call.first_head, shards.widths
-        rows = edges, len(shards.bounds), shards.samples, shards.lengths, shards.transport
+        given = (call.key_padding_mask is not None, shards.sinks, shards.gradients)
+        scores = (call.scores, *given, call.first_head, shards.widths)
+        rows = (edges, len(shards.bounds), shards.samples, shards.lengths, shards.transport)
         key = ("over mesh", call.branches, call.layouts, call.is_causal, shape, scores, rows)
         return plan_cache.get(key, lambda: cls._make(call, shape))
 
     @classmethod
     def _make(cls, call: Call, shape: traffic.Shape) -> _Plan:
         shards, _, edges = _mesh(call)
-        layouts = tuple([layout.causal() if call.is_causal else layout for layout in call.layouts])
+        layouts = call.layouts
+        if call.is_causal:
+            layouts = tuple([layout.causal() for layout in layouts])
         sharding = Sharding(call.branches, edges, call.is_causal, shards.samples, layouts)
         transport = traffic.choose(shards.transport, sharding, shape).transport
         lengths, rates, offsets, compat, bands, leading = sharding.branches
@@ -114,13 +119,23 @@ class _Plan:
             "gradients": "on" if shards.gradients else "off",
         }
         text = "\n".join([f"{name}={value}" for name, value in values.items()])
-        each = zip(lengths, rates, bands or (EVERY,) * len(rates), strict=True)
-        branches = ", ".join([f"{w if band == EVERY else f'{band[0]}..{band[1]}'}/{r}" for w, r, band in each])
-        words = f"{transport} of {sharding.seq_len} tokens, branches {branches}"
+        words = f"{transport} of {sharding.seq_len} tokens, branches {_in_words(sharding.branches)}"
         return cls(sharding, shape, transport, text, words)
 
     def schedule(self, link: Link, device: torch.device) -> Transport:
         return _TRANSPORTS[self.transport](link, self.sharding, self.shape.row_bytes, device)
+
+
+def _in_words(branches: Branches) -> str:
+    """Return each branch as "segment length/rate", or a window as "low..high/rate"."""
+    words = []
+    for branch, (segment, rate) in enumerate(zip(branches.segment_lengths, branches.dilation_rates, strict=True)):
+        reach = str(segment)
+        if branches.bands and branches.bands[branch] != EVERY:
+            low, high = branches.bands[branch]
+            reach = f"{low}..{high}"
+        words.append(f"{reach}/{rate}")
+    return ", ".join(words)
 
 
 def _digest(layout: BlockLayout) -> str:
@@ -152,7 +167,9 @@ def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tupl
             f"q has {q.shape[1]} tokens; rank {link.rank}'s shard of seq_len={plan.sharding.seq_len} over {link.size} "
             f"ranks is [{start}, {stop}), {stop - start} tokens: see sequence_range"
         )
-    link.place = f"{shards.layer}, {plan.words}" if shards.layer else plan.words
+    link.place = plan.words
+    if shards.layer:
+        link.place = f"{shards.layer}, {plan.words}"
     return plan, link, link.agree(plan.text, problem, q.device, wanted)
 
 
@@ -175,10 +192,13 @@ class _Compute:
     """
 
     def __init__(self, call: Call, plan: _Plan, link: Link, q: Tensor, k: Tensor) -> None:
-        self.call, self.q, self.ratio = call, q, q.shape[2] // k.shape[2]
+        self.call = call
+        self.q = q
+        self.ratio = q.shape[2] // k.shape[2]
         self.tokens = torch.arange(*plan.sharding.shard(link.rank), device=q.device)
         self.layouts = {layout.seq_len: layout for layout in plan.sharding.layouts}
-        self.hidden, self.seed = None, None
+        self.hidden = None
+        self.seed = None
         if call.key_padding_mask is not None:  # one byte per token travels
             what = "while gathering key_padding_mask"
             self.hidden = link.whole(call.key_padding_mask.T, plan.sharding.bounds, what).T
@@ -197,33 +217,39 @@ class _Compute:
             head: the index of q's first head among the call's heads.
         """
         hidden = None if self.hidden is None else self.hidden[:, keys]
+        first_head = self.call.first_head + head
         attributes = attributes_of(
-            len(q), q.shape[2], queries, keys, hidden=hidden, seed=self.seed, first_head=self.call.first_head + head
+            len(q), q.shape[2], queries, keys, hidden=hidden, seed=self.seed, first_head=first_head
         )
-        return Problem(plan, self.call.backend_scores, attributes, layouts or None)
+        return Problem(plan, self.call.backend_scores, attributes, layouts if layouts else None)
 
     def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
         """Return the problem over all tokens for the heads of `q`, which this rank computes (`Ulysses`)."""
-        tokens, first = torch.arange(q.shape[1], device=q.device), heads.link.rank * q.shape[2]
-        return self.problem(heads.plan, q, tokens, tokens[:, None], heads.layouts, first)
+        tokens = torch.arange(q.shape[1], device=q.device)
+        return self.problem(heads.plan, q, tokens, tokens[:, None], heads.layouts, heads.link.rank * q.shape[2])
 
     def _problem(self, part: parts.Part) -> Problem:
         if part.queries is None:
             keys = self.tokens[:, None] if part.tokens is None else part.tokens
             return self.problem(part.plan, self.q, self.tokens, keys, self.layouts)
-        layout, hidden = part.queries.layout, part.queries.hidden
-        of_keys = {} if hidden is None else {"hidden": hidden[None, :, None]}
+        layout = part.queries.layout
+        of_keys = {}
+        if part.queries.hidden is not None:
+            of_keys["hidden"] = part.queries.hidden[None, :, None]
         return Problem(part.plan, self.call.backend_scores, Attributes({}, of_keys), {layout.seq_len: layout})
 
     def forward(self, part: parts.Part, state: State | None) -> State:
         """Compute a part and return the running (out, lse) `state` with it merged in. None: it is the first part."""
-        run, problem, heads = self.call.backend.forward, self._problem(part), self._heads(part)
+        run = self.call.backend.forward
+        problem = self._problem(part)
+        heads = self._heads(part)
         if heads is None:
             return run(problem, self.q, part.keys, part.values, state)
         assert state is not None
-        q, out, lse = (x.index_select(2, heads) for x in (self.q, *state))
-        run(problem, q, part.keys, part.values, (out, lse))
-        return state[0].index_copy_(2, heads, out), state[1].index_copy_(2, heads, lse)
+        out, lse = state
+        q, part_out, part_lse = (x.index_select(2, heads) for x in (self.q, out, lse))
+        run(problem, q, part.keys, part.values, (part_out, part_lse))
+        return out.index_copy_(2, heads, part_out), lse.index_copy_(2, heads, part_lse)
 
     def backward(
         self, part: parts.Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor
@@ -232,14 +258,17 @@ class _Compute:
 
         out and lse are the merged ones, of all parts. dlse None: lse has no gradient.
         """
-        run, problem, keys = self.call.backend.backward, self._problem(part), (part.keys, part.values)
+        run = self.call.backend.backward
+        problem = self._problem(part)
+        keys = (part.keys, part.values)
         dk, dv = (torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in keys)
         heads = self._heads(part)
         if heads is None:
             run(problem, dout, dlse, self.q, *keys, out, lse, (dq, dk, dv))
             return dk, dv
         dout, q, out, lse, part_dq = (x.index_select(2, heads) for x in (dout, self.q, out, lse, dq))
-        dlse = None if dlse is None else dlse.index_select(2, heads)
+        if dlse is not None:
+            dlse = dlse.index_select(2, heads)
         run(problem, dout, dlse, q, *keys, out, lse, (part_dq, dk, dv))
         dq.index_copy_(2, heads, part_dq)
         return dk, dv
@@ -269,8 +298,8 @@ def _heads_backward(
     shapes = [torch.Size((*dout.shape[:2], width, dout.shape[3])) for width in heads.widths]
     pieces = saved.split([shape.numel() for shape in shapes])
     q, k, v, out = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
-    problem, lse = compute.whole_problem(heads, q), saved_lse.view(dlse.shape)
-    gradients = compute.call.backend.backward(problem, dout, dlse, q, k, v, out, lse)
+    problem = compute.whole_problem(heads, q)
+    gradients = compute.call.backend.backward(problem, dout, dlse, q, k, v, out, saved_lse.view(dlse.shape))
     dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -282,7 +311,8 @@ def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
     """
     if call.lengths is not None and len(q):  # the first sample knows the lengths of all
         own, call = next(samples(call, q.shape[1]))
-        q, k = q[:1, :own], k[:1, :own]
+        q = q[:1, :own]
+        k = k[:1, :own]
     return _agree(call, q, k, wanted)[2]
 
 
@@ -294,23 +324,26 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     rank's heads. The second is empty; with Ulysses, the flat lse of these heads. The third is the number of the
     forward, int64 on the CPU.
     """
-    wide = parts.statistic(q.dtype)
     if call.lengths is not None and len(q):
         out, lse = running(q, covered=False)
         saved: list[Tensor] = []
         for i, (own, sample) in enumerate(samples(call, q.shape[1])):
-            at = slice(i, i + 1), slice(0, own)
+            at = (slice(i, i + 1), slice(0, own))
             out[at], lse[at], *rest = forward(sample, q[at], k[at], v[at])
             saved += rest
         return [out, lse, *saved]
+
     plan, link, _ = _agree(call, q, k)
     number = torch.tensor(link.begin(_mesh(call)[0].layer), device="cpu")
     if not len(q):
-        lse, empty = q.new_empty(q.shape[:3], dtype=wide), k.new_empty(0, dtype=wide)
-        return [torch.empty_like(q), lse, k.new_empty(0), empty, number]
-    compute, state = _Compute(call, plan, link, q, k), None
+        wide = parts.statistic(q.dtype)
+        lse = q.new_empty(q.shape[:3], dtype=wide)
+        return [torch.empty_like(q), lse, k.new_empty(0), k.new_empty(0, dtype=wide), number]
+    compute = _Compute(call, plan, link, q, k)
     if plan.transport == "ulysses":
         return [*_heads_forward(Ulysses(link, plan.sharding, q.shape[2]), compute, q, k, v), number]
+
+    state: State | None = None
 
     def add(part: parts.Part) -> None:
         nonlocal state
@@ -318,7 +351,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
     rows = _drive(plan.schedule(link, k.device).forward(k, v), add)
     assert state is not None
-    return [*state, rows.flatten(), state[1].new_empty(0), number]
+    out, lse = state
+    return [out, lse, rows.flatten(), lse.new_empty(0), number]
 
 
 def backward(
@@ -329,11 +363,12 @@ def backward(
     if call.lengths is not None and len(q):
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
         for i, (own, sample) in enumerate(samples(call, q.shape[1])):
-            at = slice(i, i + 1), slice(0, own)
+            at = (slice(i, i + 1), slice(0, own))
             some = [out[at], lse[at], *saved[3 * i : 3 * i + 3]]
             some_dlse = None if dlse is None else dlse[at]
             dq[at], dk[at], dv[at] = backward(sample, dout[at], some_dlse, q[at], k[at], v[at], some)
         return dq, dk, dv
+
     plan, link, _ = _agree(call, q, k)
     rows, saved_lse, number = saved
     link.begin(_mesh(call)[0].layer, int(number))
@@ -341,10 +376,13 @@ def backward(
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     compute = _Compute(call, plan, link, q, k)
     if plan.transport == "ulysses":
-        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        if dlse is None:
+            dlse = torch.zeros_like(lse)
         return _heads_backward(Ulysses(link, plan.sharding, q.shape[2]), compute, dout, dlse, rows, saved_lse)
+
     dq = torch.zeros(q.shape, dtype=parts.statistic(q.dtype), device=q.device)
-    rows = rows.view(-1 if len(rows) else 0, 2, k.shape[0], k.shape[3])
+    held = -1 if len(rows) else 0  # an empty tensor's view takes no -1
+    rows = rows.view(held, 2, k.shape[0], k.shape[3])
     schedule = plan.schedule(link, k.device).backward(k, v, rows)
     dk, dv = _drive(schedule, lambda part: compute.backward(part, dout, dlse, out, lse, dq))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -353,7 +391,10 @@ def backward(
 def empty_saved(call: Call, q: Tensor, k: Tensor) -> list[Tensor]:
     """Return uninitialized tensors like those that `forward` saves for the backward, for tracing with fake tensors."""
     found: list[Tensor] = []
-    for _ in range(1 if call.lengths is None or not len(q) else len(q)):
+    forwards = 1
+    if call.lengths is not None and len(q):
+        forwards = len(q)
+    for _ in range(forwards):
         found += (*_empty_rows(call, q, k), torch.empty((), dtype=torch.int64, device="cpu"))
     return found
 
@@ -366,10 +407,13 @@ def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     plan = _Plan.of(call, q, k)
     if plan.transport == "ulysses":
         size = plan.sharding.world_size
-        tokens, heads, kv_heads = q.shape[0] * plan.sharding.seq_len, q.shape[2] // size, k.shape[2] // size
+        tokens = q.shape[0] * plan.sharding.seq_len
+        heads = q.shape[2] // size
+        kv_heads = k.shape[2] // size
         saved = 2 * tokens * (heads + kv_heads) * q.shape[3]
         return q.new_empty(saved), k.new_empty(tokens * heads, dtype=wide)
-    saved = traffic.count(plan.transport, plan.sharding, dist.get_rank(_mesh(call)[1]), plan.shape).saved_bytes
+    rank = dist.get_rank(_mesh(call)[1])
+    saved = traffic.count(plan.transport, plan.sharding, rank, plan.shape).saved_bytes
     return k.new_empty(saved // k.dtype.itemsize), k.new_empty(0, dtype=wide)
 
 
@@ -385,13 +429,19 @@ def account(
     rank = dist.get_rank(group)
     if call.lengths is not None and len(call.lengths):
         found = [account(sample, q[:1], k[:1]) for _, sample in samples(call, q.shape[1])]
-        longest, tokens = int(call.lengths.argmax()), int(call.lengths.max())
-        chosen, plans = found[longest][0], [plan for _, plan, _ in found]
+        chosen = found[int(call.lengths.argmax())][0]
         if shards.transport == "auto":
+            tokens = int(call.lengths.max())
             reason = f"each sample chooses for itself; the longest, of {tokens} tokens: {chosen.reason}"
             chosen = replace(chosen, reason=reason)
-        moved = replace(traffic.total(plans), transport=chosen.transport, shard=(edges[rank], edges[rank + 1]))
-        return chosen, moved, tuple([group for *_, groups in found for group in groups])
+
+        together = traffic.total([moved for _, moved, _ in found])
+        moved = replace(together, transport=chosen.transport, shard=(edges[rank], edges[rank + 1]))
+        groups: list[StridedGroup] = []
+        for _, _, of_sample in found:
+            groups += of_sample
+        return chosen, moved, tuple(groups)
+
     plan = _Plan.of(call, q, k)
     chosen = traffic.choose(shards.transport, plan.sharding, plan.shape)
     moved = traffic.count(chosen.transport, plan.sharding, rank, plan.shape)
@@ -417,14 +467,22 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
     this rank's shard of the padded batch.
     """
     assert call.lengths is not None
-    (shards, group, edges), lengths = _mesh(call), tuple(call.lengths.tolist())
+    shards, group, edges = _mesh(call)
+    lengths = tuple(call.lengths.tolist())
     start = edges[dist.get_rank(group)]
     for i, length in enumerate(lengths):
+        own = max(0, min(tokens, length - start))
+        mask = call.key_padding_mask
+        if mask is not None:
+            mask = mask[i : i + 1, :own]
+
         layouts = call.layouts
         if len(layouts) == 1 and length:
-            whole = layouts[0].select(batch=range(i, i + 1)) if layouts[0].batch_size > 1 else layouts[0]
+            whole = layouts[0]
+            if whole.batch_size > 1:
+                whole = whole.select(batch=range(i, i + 1))
             layouts = tuple([whole.prefix(count) for count in sorted(row_counts(call.branches, length))])
-        cut = replace(shards, bounds=tuple([min(edge, length) for edge in edges]), lengths=lengths)
-        own, mask = max(0, min(tokens, length - start)), call.key_padding_mask
-        mask = None if mask is None else mask[i : i + 1, :own]
+
+        bounds = tuple([min(edge, length) for edge in edges])
+        cut = replace(shards, bounds=bounds, lengths=lengths)
         yield own, replace(call, lengths=None, key_padding_mask=mask, layouts=layouts, shards=cut)
