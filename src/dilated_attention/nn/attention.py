@@ -71,7 +71,13 @@ class DilatedAttention(nn.Module):
                     f"segment_lengths={segment_lengths} and dilation_rates={dilation_rates}: give both, or pattern="
                 )
             pattern = dilated(segment_lengths, dilation_rates, offsets, head_groups, compat)
-        elif not (segment_lengths is dilation_rates is compat is None) or head_groups or offsets != "head":
+        elif (
+            segment_lengths is not None
+            or dilation_rates is not None
+            or compat is not None
+            or head_groups
+            or offsets != "head"
+        ):
             raise ValueError(
                 f"pattern={pattern!r} is given beside segment_lengths, dilation_rates, offsets, head_groups or compat, "
                 "which the pattern holds itself; leave them out"
@@ -93,11 +99,15 @@ class DilatedAttention(nn.Module):
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
-        self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
+        self.mesh = held_mesh(mesh)
+        self.transport = transport
+        self.layer = layer
 
     def pattern_of(self, seq_len: int, is_ragged: bool = False) -> Pattern:
         """Return the pattern for this many tokens, in all or in each of the samples of a ragged batch."""
-        return pattern_for(self.pattern, seq_len, is_ragged) if callable(self.pattern) else self.pattern
+        if callable(self.pattern):
+            return pattern_for(self.pattern, seq_len, is_ragged)
+        return self.pattern
 
     def forward(
         self,
@@ -112,13 +122,19 @@ class DilatedAttention(nn.Module):
         return_lse: bool = False,
         seq_len: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        seq_len = self.seq_len if seq_len is None else seq_len
-        whole = q.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
+        if seq_len is None:
+            seq_len = self.seq_len
+        whole = seq_len
+        if whole is None:
+            whole = q.shape[1] * mesh_size(self.mesh)
+        is_ragged = lengths is not None or cu_seqlens is not None
+
+        dropout = self.dropout if self.training else 0.0
+        transport = "auto" if self.mesh is None else self.transport
         return attention(
-            q, k, v, self.pattern_of(whole, not lengths is cu_seqlens is None), is_causal=is_causal, scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0, lengths=lengths, cu_seqlens=cu_seqlens,
-            key_padding_mask=key_padding_mask, return_lse=return_lse, backend=self.backend, mesh=self.mesh,
-            seq_len=seq_len, transport=self.transport if self.mesh is not None else "auto", layer=self.layer,
+            q, k, v, self.pattern_of(whole, is_ragged), is_causal=is_causal, scale=self.scale, dropout_p=dropout,
+            lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse,
+            backend=self.backend, mesh=self.mesh, seq_len=seq_len, transport=transport, layer=self.layer,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -272,11 +288,15 @@ class MultiheadDilatedAttention(nn.Module):
         if add_bias_kv or add_zero_attn:
             name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
             raise UnsupportedError(f"{name}=True: the added key has no position, so no branch shows it; leave it False")
+        if kdim is None:
+            kdim = embed_dim
+        if vdim is None:
+            vdim = embed_dim
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
-        self.kdim = embed_dim if kdim is None else checks.positive("kdim", kdim)
-        self.vdim = embed_dim if vdim is None else checks.positive("vdim", vdim)
+        self.kdim = checks.positive("kdim", kdim)
+        self.vdim = checks.positive("vdim", vdim)
         self.batch_first = batch_first
         self.attention = DilatedAttention(
             segment_lengths, dilation_rates, offsets=offsets, head_groups=head_groups, compat=compat, dropout=dropout,
@@ -286,12 +306,16 @@ class MultiheadDilatedAttention(nn.Module):
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        packed = self.kdim == self.vdim == embed_dim
-        self.register_parameter("in_proj_weight", empty(3 * embed_dim, embed_dim) if packed else None)
-        self.register_parameter("q_proj_weight", None if packed else empty(embed_dim, embed_dim))
-        self.register_parameter("k_proj_weight", None if packed else empty(embed_dim, self.kdim))
-        self.register_parameter("v_proj_weight", None if packed else empty(embed_dim, self.vdim))
-        self.register_parameter("in_proj_bias", empty(3 * embed_dim) if bias else None)
+        for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"):
+            self.register_parameter(name, None)
+        if self.kdim == self.vdim == embed_dim:
+            self.in_proj_weight = empty(3 * embed_dim, embed_dim)
+        else:
+            self.q_proj_weight = empty(embed_dim, embed_dim)
+            self.k_proj_weight = empty(embed_dim, self.kdim)
+            self.v_proj_weight = empty(embed_dim, self.vdim)
+        if bias:
+            self.in_proj_bias = empty(3 * embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
 
@@ -335,34 +359,45 @@ class MultiheadDilatedAttention(nn.Module):
         if need_weights and not (lengths is None and cu_seqlens is None):
             raise UnsupportedError("need_weights=True with lengths or cu_seqlens is not supported; pass False")
         batched = query.dim() == 3
-        swap = batched and not self.batch_first
-        rows = (x if batched else x[None] for x in self._project(query, key, value))
-        shape = (self.num_heads, self.head_dim)
-        q, k, v = ((x.transpose(0, 1) if swap else x).unflatten(-1, shape) for x in rows)
+        rows = self._project(query, key, value)
+        if not batched:
+            rows = tuple(x[None] for x in rows)
+        elif not self.batch_first:
+            rows = tuple(x.transpose(0, 1) for x in rows)
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in rows)
         if q.shape[1] == 1 and len(q) >= _MANY and not torch.compiler.is_compiling():
             warnings.warn(
                 f"query of shape {tuple(query.shape)} is read as {len(q)} samples of one token each; if it is "
                 f"one sample, construct with batch_first={not self.batch_first}",
                 stacklevel=2,
             )
+
         if attn_mask is not None:
             _require_causal(attn_mask, q.shape[1])
             is_causal = True
-        mask = None if key_padding_mask is None else _boolean("key_padding_mask", key_padding_mask)
-        if mask is not None and not batched:
-            mask = mask[None]
+        mask = key_padding_mask
+        if mask is not None:
+            mask = _boolean("key_padding_mask", mask)
+            if not batched:
+                mask = mask[None]
+
         ragged = {"lengths": lengths, "cu_seqlens": cu_seqlens}
         out = self.attention(q, k, v, is_causal, **ragged, key_padding_mask=mask, seq_len=seq_len).flatten(-2)
-        out = out.transpose(0, 1) if swap else out
-        out = self.out_proj(out if batched else out[0])
+        if not batched:
+            out = out[0]
+        elif not self.batch_first:
+            out = out.transpose(0, 1)
+        out = self.out_proj(out)
         if not need_weights:
             return out, None
-        pattern, scale = self.attention.pattern_of(q.shape[1]), self.attention.scale
+
+        pattern = self.attention.pattern_of(q.shape[1])
+        scale = self.attention.scale
         weights = attention_weights(q, k, pattern, is_causal=is_causal, scale=scale, key_padding_mask=mask)
         if average_attn_weights:
             weights = torch.sparse.sum(weights, 1) / self.num_heads
         if not batched:
-            weights = torch.sparse.sum(weights, 0)  # of one: indexing a sparse tensor has no gradient
+            weights = torch.sparse.sum(weights, 0)  # of one sample: indexing a sparse tensor has no gradient
         return out, weights.coalesce()
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
@@ -384,11 +419,14 @@ class MultiheadDilatedAttention(nn.Module):
                 raise ValueError(f"{name} has shape {tuple(x.shape)}: its last dim must be {dim}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        if self.in_proj_weight is not None and query is key is value:
-            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            if query is key is value:
+                return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            weights = self.in_proj_weight.chunk(3)
+        biases: tuple[Tensor | None, ...] = (None, None, None)
+        if self.in_proj_bias is not None:
+            biases = self.in_proj_bias.chunk(3)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
 
     def extra_repr(self) -> str:
