@@ -36,9 +36,9 @@ from dilated_attention.torch_internals import not_traced
 class BlockChoice:
     """Choose for each query the `number` blocks that are most important to it, up to its own.
 
-    Every `query_block`-th token chooses, for the tokens up to the next one too. The last `local` blocks up to a query's
-    own, and with `first` block 0, are taken before all others; among equally important blocks, the first ones. A
-    subclass defines `importance`.
+    Every `query_block`-th token chooses; the tokens up to the next of them see the same blocks. The last `local` blocks
+    up to a query's own come before all others, and so does block 0 if `first`. Among equally important blocks, the
+    earlier ones are chosen. A subclass defines `importance`.
     """
 
     block_size: int
@@ -66,15 +66,21 @@ class BlockChoice:
         start: int,
         key: Float[Tensor, "batch rows kv_heads head_dim"],
     ) -> Int[Tensor, "batch lists queries chosen"]:
-        """Return the blocks that these queries see, the most important first, then -1 where there are fewer than
-        min(`number`, blocks). Arguments are as in `importance`."""
-        queries, step = q.shape[1], self.query_block
+        """Return the blocks that these queries see, the most important first.
+
+        A query that sees fewer than min(`number`, blocks) of them gets -1 for the rest. Arguments as in `importance`.
+        """
+        queries = q.shape[1]
+        step = self.query_block
         blocks = (start + (queries - 1) * step) // self.block_size + 1
         own = torch.arange(start, start + queries * step, step, device=q.device)[:, None] // self.block_size
         block = torch.arange(blocks, device=q.device)
+
+        scores_per_query = 0  # on the meta device they take no memory
+        if not q.is_meta:
+            scores_per_query = q.shape[0] * q.shape[2] * max(blocks, key.shape[1])
         chosen = []
-        scores = 0 if q.is_meta else q.shape[0] * q.shape[2] * max(blocks, key.shape[1])  # of a query in memory
-        for at in slices(0, queries, scores):
+        for at in slices(0, queries, scores_per_query):
             always = block > own[at] - self.local
             if self.first:
                 always = always | (block == 0)
@@ -88,18 +94,29 @@ class BlockChoice:
 
         The queries of block i see min(i + 1, blocks per list) blocks.
         """
-        runs, most, each = chosen.shape[2], chosen.shape[3], self.block_size // self.query_block
+        _, _, runs, most = chosen.shape
+        runs_per_block = self.block_size // self.query_block
         ordered = chosen.sort(-1).values  # -1 first
-        fewer = [ordered[:, :, i * each : (i + 1) * each, most - 1 - i :].flatten(2) for i in range(most - 1)]
-        indices = torch.cat([*fewer, ordered[:, :, max(0, most - 1) * each :].flatten(2)], 2)
-        counts = (torch.arange(runs, device=chosen.device) // each + 1).clamp(max=most)
+
+        parts = []
+        for i in range(most - 1):  # the queries of block i see i + 1 blocks: leave out the -1
+            in_block = ordered[:, :, i * runs_per_block : (i + 1) * runs_per_block]
+            parts.append(in_block[..., most - 1 - i :].flatten(2))
+        parts.append(ordered[:, :, max(0, most - 1) * runs_per_block :].flatten(2))
+        indices = torch.cat(parts, 2)
+
+        counts = (torch.arange(runs, device=chosen.device) // runs_per_block + 1).clamp(max=most)
         grid = BlockGrid.of(seq_len, (self.query_block, self.block_size), True)
         return BlockLayout._of(grid, (counts.expand(chosen.shape[:3]), indices.flatten()))
 
     def in_graph(self, q: Tensor, key: Tensor) -> BlockLayout:
         """Return the layout for all tokens, from one operator of a graph."""
-        options = {"block_size": (self.query_block, self.block_size), "is_causal": True}
-        options |= {"per_kv_head": self.per_kv_head, "choice": {x.name: getattr(self, x.name) for x in fields(self)}}
+        options = {
+            "block_size": (self.query_block, self.block_size),
+            "is_causal": True,
+            "per_kv_head": self.per_kv_head,
+            "choice": {x.name: getattr(self, x.name) for x in fields(self)},
+        }
         return in_graph(type(self).__name__, q, key, None, None, None, options)
 
 
@@ -118,7 +135,9 @@ class Rows:
         self.held = 0
 
     def append(self, x: Tensor) -> None:
-        x = x.detach() if self.keep is None else x[:, -self.keep :].detach()
+        x = x.detach()
+        if self.keep is not None:
+            x = x[:, -self.keep :]
         stop = self.held + x.shape[1]
         if self.buffer is None or stop > self.buffer.shape[1]:
             old = x[:, :0] if self.buffer is None else self.last()
@@ -139,9 +158,13 @@ class Rows:
     def last(self, number: int | None = None) -> Tensor:
         """Return the last `number` rows, or all if there are fewer; None: the last `keep` rows."""
         assert self.buffer is not None
-        number = self.keep if number is None else number
-        rows = self.buffer[:, 0 if number is None else max(0, self.held - number) : self.held]
-        return rows.clone() if torch.is_grad_enabled() else rows  # a backward must not find later rows there
+        if number is None:
+            number = self.keep
+        start = 0 if number is None else max(0, self.held - number)
+        rows = self.buffer[:, start : self.held]
+        if torch.is_grad_enabled():  # a backward must not find later rows there
+            return rows.clone()
+        return rows
 
 
 class _State(NamedTuple):
@@ -194,8 +217,10 @@ class SelectionCache:
         Raises ValueError if the tokens belong to another layer, or to a batch of another size.
         """
         if not self.length:
-            self.layer, self.batch = None, batch
-        self.layer = self.layer or layer
+            self.layer = layer
+            self.batch = batch
+        if self.layer is None:  # the cache is a copy, or was saved
+            self.layer = layer
         if self.layer is not layer:
             raise ValueError("cache holds the tokens of another layer; each layer needs a SelectionCache of its own")
         if self.batch != batch:
@@ -209,11 +234,13 @@ class SelectionCache:
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
         """Restore the tokens held before the `with` block if it raises: later queries must not see a refused token."""
-        before, earlier = self._state(), self.earlier.copy()
+        before = self._state()
+        earlier = self.earlier.copy()
         try:
             yield
         except BaseException:
-            (self.length, self.chosen, self.rows), self.earlier = before, earlier
+            self.length, self.chosen, self.rows = before
+            self.earlier = earlier
             raise
 
     def _state(self) -> _State:
@@ -249,7 +276,8 @@ class SelectionCache:
             return
         indices = checks.samples_to_continue(samples, self.batch)
         self.batch = len(indices)
-        self.chosen = None if self.chosen is None else self.chosen[indices.to(self.chosen.device)]
+        if self.chosen is not None:
+            self.chosen = self.chosen[indices.to(self.chosen.device)]
         self.rows = {name: rows.of(indices) for name, rows in self.rows.items()}
         self.earlier.clear()
 
@@ -266,7 +294,9 @@ class SelectionCache:
 
 def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
     """Return the rotary tables of the tokens in the slice `at`; None without tables."""
-    return None if rotary is None else tuple(table[..., at, :, :] for table in rotary)
+    if rotary is None:
+        return None
+    return tuple(table[..., at, :, :] for table in rotary)
 
 
 class SelectingAttention(nn.Module):
@@ -296,19 +326,21 @@ class SelectingAttention(nn.Module):
         super().__init__()
         self.embed_dim, self.num_heads, self.num_kv_heads = checks.heads(embed_dim, num_heads, num_kv_heads)
         self.head_dim = self.embed_dim // self.num_heads
-        block_size = checks.integer("block_size", block_size, 1, MAX_BLOCK)
-        query_block = checks.positive("query_block", query_block)
-        # Queries that share their blocks must lie in one block, whose keys before them are then theirs alone to mask.
-        if block_size % query_block:
-            raise ValueError(f"query_block={query_block} must divide block_size={block_size}")
+        self.block_size = checks.integer("block_size", block_size, 1, MAX_BLOCK)
+        self.query_block = checks.positive("query_block", query_block)
+        # Queries that share their blocks must lie in one block: only this block's keys then need a causal mask.
+        if self.block_size % self.query_block:
+            raise ValueError(f"query_block={self.query_block} must divide block_size={self.block_size}")
         check_name(backend)
-        self.block_size, self.query_block, self.backend = block_size, query_block, backend
+        self.backend = backend
         self.seq_len: int | None = None
         self.set_context_parallel(None)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
-        self.mesh, self.transport, self.layer = held_mesh(mesh), transport, layer
+        self.mesh = held_mesh(mesh)
+        self.transport = transport
+        self.layer = layer
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
@@ -323,7 +355,8 @@ class SelectingAttention(nn.Module):
             return x, [0, x.shape[1]], 0
         group = context_group(self.mesh)
         x, length = agreed_length(x, group, 1, self.seq_len, type(self).__name__)
-        return x, list(balanced_bounds(length, dist.get_world_size(group))), dist.get_rank(group)
+        edges = list(balanced_bounds(length, dist.get_world_size(group)))
+        return x, edges, dist.get_rank(group)
 
     def forward(
         self,
@@ -360,24 +393,35 @@ class SelectingAttention(nn.Module):
                 )
         if self.mesh is not None and cache is not None:
             raise UnsupportedError("cache: a SelectionCache holds the tokens of one device; over a mesh pass None")
+
         if cu_seqlens is not None:
             if self.mesh is not None or cache is not None:
                 raise UnsupportedError(
                     "cu_seqlens with a cache or over a mesh is not supported where blocks are selected; "
                     "make one call per sample"
                 )
-            _, edges = checks.ragged(x, None, cu_seqlens)
-            samples = [at for at in checks.samples(x.shape[1], None, edges) if at[1].start < at[1].stop]
-            outs = [self._whole(x[at], tables_at(rotary, at[1]), None) for at in samples]
-            return torch.cat(outs, 1) if outs else self.output(x)
-        if not x.numel() and self.mesh is None:
+            return self._packed(x, rotary, cu_seqlens)
+        if self.mesh is not None:
+            return self._over_mesh(x, rotary)
+        if not x.numel():
             return self.output(x)
         if cache is None:
-            return self._whole(x, rotary, None) if self.mesh is None else self._over_mesh(x, rotary)
+            return self._whole(x, rotary, None)
         with cache.restored_on_error():
             if not cache.used_by(self, x.shape[0]):
                 return self._whole(x, rotary, cache)
             return self._one_by_one(x, rotary, cache)
+
+    def _packed(self, x: Tensor, rotary: Tables | None, cu_seqlens: Any) -> Tensor:
+        """Return the output of samples that are packed in x; `cu_seqlens` as in forward."""
+        _, edges = checks.ragged(x, None, cu_seqlens)
+        outs = []
+        for batch, tokens in checks.samples(x.shape[1], None, edges):
+            if tokens.start < tokens.stop:
+                outs.append(self._whole(x[batch, tokens], tables_at(rotary, tokens), None))
+        if not outs:
+            return self.output(x)
+        return torch.cat(outs, 1)
 
     @not_traced  # else the compiler would make a graph for every place of a token in its block
     def _one_by_one(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
@@ -394,10 +438,12 @@ class SelectingAttention(nn.Module):
         With `rotary`, the queries are rotated, and the keys of all branches but the first `unrotated` ones.
         """
         rows = self.input(x).unflatten(-1, (-1, self.head_dim))
-        q, rest = rows[..., : self.num_heads, :], list(rows[..., self.num_heads :, :].split(self.num_kv_heads, -2))
+        q = rows[..., : self.num_heads, :]
+        rest = list(rows[..., self.num_heads :, :].split(self.num_kv_heads, -2))
         if rotary is not None:
-            q, at = rotate(q, rotary[:2]), slice(2 * self.unrotated, None, 2)
-            rest[at] = [rotate(k, rotary[-2:]) for k in rest[at]]
+            q = rotate(q, rotary[:2])
+            keys = slice(2 * self.unrotated, None, 2)
+            rest[keys] = [rotate(k, rotary[-2:]) for k in rest[keys]]
         return q, rest
 
     def _selected(
@@ -415,8 +461,13 @@ class SelectingAttention(nn.Module):
         if torch.compiler.is_compiling() and cache is None:
             return self.choice.in_graph(q, key)
         checks.not_mapped(type(self).__name__, q, key)
-        choice, start, first = self.choice, edges[rank], -edges[rank] % self.query_block
-        lists = (key if choice.per_kv_head else q).shape[2]
+        choice = self.choice
+        lists = q.shape[2]
+        if choice.per_kv_head:
+            lists = key.shape[2]
+
+        start = edges[rank]
+        first = -start % self.query_block  # the first of this rank's tokens that chooses
         chosen = torch.empty(len(q), lists, 0, 0, dtype=torch.int64, device=q.device)
         if first < q.shape[1]:
             chosen = choice.blocks(q[:, first :: self.query_block], start + first, key)
