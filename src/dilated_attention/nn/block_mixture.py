@@ -88,11 +88,13 @@ class BlockAttentionMixture(SelectingAttention):
         else:
             with torch.no_grad():
                 mean = sums_of_blocks(self._means, k, self.block_size, self.block_size, edges, rank, self.mesh)
+
         layout = self._selected(q, mean, edges, rank, cache)
         if cache is not None:
             for name, rows in (("keys", k), ("values", v), ("means", mean)):
                 cache.append(name, rows)
             cache.length = x.shape[1]
+
         return self.output(self._attend(q, k, v, layout, edges[-1]).flatten(-2))
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
@@ -100,12 +102,15 @@ class BlockAttentionMixture(SelectingAttention):
         if cache.length % self.query_block == 0:
             cache.chosen = self.choice.blocks(q, cache.length, cache.last("means"))[:, :, 0]
         assert cache.chosen is not None
+
         cache.append("keys", k)
         cache.append("values", v)
         cache.length += 1
-        keys, values = cache.last("keys"), cache.last("values")
+        keys = cache.last("keys")
+        values = cache.last("values")
         if cache.length % self.block_size == 0:
             cache.append("means", self._means(keys[:, -self.block_size :]))
+
         out = listed_attention(q, keys, values, cache.chosen, self.block_size)
         assert isinstance(out, Tensor)
         return self.output(out.flatten(-2))

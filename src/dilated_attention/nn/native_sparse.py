@@ -35,7 +35,8 @@ class BlockPooling(nn.Module):
 
     def __init__(self, head_dim: int, length: int, stride: int, **factory: Any) -> None:
         super().__init__()
-        self.length, self.stride = length, stride
+        self.length = length
+        self.stride = stride
         self.hidden = nn.Linear(length * head_dim, head_dim, **factory)
         self.row = nn.Linear(head_dim, head_dim, **factory)
 
@@ -78,10 +79,12 @@ class NativeChoice(BlockChoice):
         adds the probabilities of all compressed keys that cover it. A query that sees no compressed key gets 0.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
-        queries, step = q.shape[1], self.query_block
+        queries = q.shape[1]
+        step = self.query_block
         number = whole_blocks(start + (queries - 1) * step + 1, self.length, self.stride)  # that the last query sees
         if not number:
             return q.new_zeros(len(q), key.shape[2], queries, blocks, dtype=dtype)
+
         position = torch.arange(start, start + queries * step, step, device=q.device)
         seen = (position + 1 - self.length) // self.stride + 1
         query = q.to(dtype).unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4)
@@ -89,6 +92,7 @@ class NativeChoice(BlockChoice):
             scores = query @ key[:, :number].to(dtype).permute(0, 2, 3, 1)[:, :, None] * q.shape[3] ** -0.5
         hidden = torch.arange(number, device=q.device) >= seen[:, None]
         probability = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0).sum(2)
+
         strides = self.block_size // self.stride
         importance = probability.new_zeros(*probability.shape[:3], blocks)
         for shift in range(self.length // self.stride):
@@ -170,42 +174,40 @@ class NativeSparseAttention(SelectingAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(embed_dim, num_heads, num_kv_heads, block_size, query_block, backend)
-        compress_block = checks.positive("compress_block", compress_block)
-        compress_stride = checks.positive("compress_stride", compress_stride)
-        if compress_block % compress_stride:
-            raise ValueError(f"compress_stride={compress_stride} must divide compress_block={compress_block}")
-        if self.block_size % compress_stride:
-            raise ValueError(f"compress_stride={compress_stride} must divide block_size={block_size}")
-        local_blocks = checks.positive("local_blocks", local_blocks)
-        num_selected = checks.positive("num_selected", num_selected)
-        if num_selected < local_blocks + 1:
+        self.compress_block = checks.positive("compress_block", compress_block)
+        self.compress_stride = checks.positive("compress_stride", compress_stride)
+        for name in ("compress_block", "block_size"):
+            if getattr(self, name) % self.compress_stride:
+                raise ValueError(f"compress_stride={self.compress_stride} must divide {name}={getattr(self, name)}")
+        self.local_blocks = checks.positive("local_blocks", local_blocks)
+        self.num_selected = checks.positive("num_selected", num_selected)
+        if self.num_selected < self.local_blocks + 1:
             raise ValueError(
-                f"num_selected={num_selected} must have room for the first block and local_blocks={local_blocks}"
+                f"num_selected={self.num_selected} must have room for the first block and "
+                f"local_blocks={self.local_blocks}"
             )
-        window = checks.positive("window", window)
+        self.window = checks.positive("window", window)
         if pattern is not None and (not isinstance(pattern, Dilated) or pattern.compat is not None):
             raise ValueError(f"pattern must be a Dilated without compat, or None; got {pattern!r}")
-        self.compress_block, self.compress_stride = compress_block, compress_stride
-        self.num_selected, self.local_blocks = num_selected, local_blocks
-        self.window, self.pattern = window, pattern
-        self.choice = NativeChoice(
-            self.block_size, self.query_block, num_selected, local_blocks, first=True, length=compress_block,
-            stride=compress_stride,
-        )  # fmt: skip
+        self.pattern = pattern
         self.branches = 3 if pattern is None else 4
+        self.choice = NativeChoice(
+            self.block_size, self.query_block, self.num_selected, self.local_blocks, first=True,
+            length=self.compress_block, stride=self.compress_stride,
+        )  # fmt: skip
+
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = num_heads + 2 * self.branches * self.num_kv_heads
         self.input = nn.Linear(embed_dim, rows * self.head_dim, bias=bias, **factory)
         self.gate = nn.Linear(embed_dim, self.branches * num_heads, **factory)
-        self.key_pooling = BlockPooling(self.head_dim, compress_block, compress_stride, **factory)
-        self.value_pooling = BlockPooling(self.head_dim, compress_block, compress_stride, **factory)
+        self.key_pooling = BlockPooling(self.head_dim, self.compress_block, self.compress_stride, **factory)
+        self.value_pooling = BlockPooling(self.head_dim, self.compress_block, self.compress_stride, **factory)
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
-        self._window_layout = partial(BlockLayout.local, window=window, block_size=self.block_size, is_causal=True)
+        self._window_layout = partial(BlockLayout.local, window=self.window, block_size=self.block_size, is_causal=True)
 
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
         x, edges, rank = self._edges(x)
         q, (pooled_k, pooled_v, k, v, near_k, near_v, *far) = self._project(x, rotary)
-        start, seq_len = edges[rank], edges[-1]
         if self.mesh is None:
             last_tokens = slice(self.compress_block - 1, None, self.compress_stride)
             key = self._compressed_keys(pooled_k, tables_at(rotary, last_tokens))
@@ -213,13 +215,16 @@ class NativeSparseAttention(SelectingAttention):
         else:
             key, value = self._compressed_over_mesh(pooled_k, pooled_v, rotary, edges, rank)
         layout = self._selected(q, key, edges, rank, cache)
+
+        seq_len = edges[-1]
         outs = [
-            self._attend_compressed(q, key, value, start),
+            self._attend_compressed(q, key, value, edges[rank]),
             self._attend(q, k, v, layout, seq_len),
             self._attend(q, near_k, near_v, layout_for(self._window_layout, seq_len), seq_len),
         ]
         if self.pattern is not None:
             outs.append(self._attend(q, far[0], far[1], self.pattern, seq_len))
+
         if cache is not None:
             self._remember(cache, pooled_k, pooled_v, k, v, near_k, near_v, *far)
             cache.append("compressed", torch.stack([key, value], 2))
@@ -229,17 +234,20 @@ class NativeSparseAttention(SelectingAttention):
         q, rows = self._project(x, rotary)
         position = cache.length
         self._remember(cache, *rows)
-        length, stride = self.compress_block, self.compress_stride
-        if cache.length >= length and (cache.length - length) % stride == 0:
-            pooled_k, pooled_v = cache.last("pooled", length).unbind(2)
-            pair = self._compressed_keys(pooled_k, rotary), self.value_pooling(pooled_v)
-            cache.append("compressed", torch.stack(pair, 2))
+
+        start = cache.length - self.compress_block  # of the block that ends with this token
+        if start >= 0 and start % self.compress_stride == 0:
+            pooled_k, pooled_v = cache.last("pooled", self.compress_block).unbind(2)
+            new = [self._compressed_keys(pooled_k, rotary), self.value_pooling(pooled_v)]
+            cache.append("compressed", torch.stack(new, 2))
         key, value = cache.last("compressed").unbind(2)
         if position % self.query_block == 0:
             cache.chosen = self.choice.blocks(q, position, key)[:, :, 0]
         assert cache.chosen is not None
-        start = max(0, position // self.block_size * self.block_size - (self.window - 1))
-        near = cache.length - start // self.block_size * self.block_size
+
+        own_block = position // self.block_size * self.block_size
+        first = max(0, own_block - (self.window - 1))
+        near = cache.length - first // self.block_size * self.block_size
         near_k, near_v = cache.last("window", near).unbind(2)
         k, v = cache.last("selected").unbind(2)
         listed = listed_attention(q, k, v, cache.chosen, self.block_size)
@@ -263,7 +271,9 @@ class NativeSparseAttention(SelectingAttention):
 
     def _compressed_keys(self, k: Tensor, rotary: Tables | None) -> Tensor:
         key = self.key_pooling(k)
-        return key if rotary is None or not key.shape[1] else rotate(key, rotary[-2:])
+        if rotary is None or not key.shape[1]:
+            return key
+        return rotate(key, rotary[-2:])
 
     def _compressed_over_mesh(
         self, k: Tensor, v: Tensor, rotary: Tables | None, edges: list[int], rank: int
@@ -274,7 +284,8 @@ class NativeSparseAttention(SelectingAttention):
         last token gives the key's rotary tables. `edges`, `rank`: from `_edges`.
         """
         assert self.mesh is not None
-        length, stride = self.compress_block, self.compress_stride
+        length = self.compress_block
+        stride = self.compress_stride
 
         def sums(x: Tensor) -> Tensor:
             k, v = x.split(self.num_kv_heads, 2)
@@ -285,7 +296,9 @@ class NativeSparseAttention(SelectingAttention):
         key = self.key_pooling.of_sums(key_sums)
         if rotary is not None and key.shape[1]:
             ended = [whole_blocks(edge, length, stride) for edge in edges]
-            first, stop = (i * stride + length - 1 - edges[rank] for i in (ended[rank], ended[rank + 1]))
+            last = length - 1 - edges[rank]  # the last token of block i is this rank's row i * stride + last
+            first = ended[rank] * stride + last
+            stop = ended[rank + 1] * stride + last
             tables = torch.stack([table[..., first:stop:stride, :, :] for table in rotary[-2:]])
             tables = gathered(tables, tables.dim() - 3, ended, self.mesh, "tables of compressed keys")
             key = rotate(key, tables.unbind())
@@ -297,15 +310,19 @@ class NativeSparseAttention(SelectingAttention):
         Every `stride` neighbouring queries see the same keys, so `attention` gets them as one row, with `stride` times
         the heads. Each row sees one key more than the row before it. Queries that see no compressed key get 0.
         """
-        (_, seq_len, heads, _), number, stride = q.shape, key.shape[1], self.compress_stride
+        _, seq_len, heads, _ = q.shape
+        number = key.shape[1]
+        stride = self.compress_stride
         first = max(0, self.compress_block - 1 - start)  # queries before it see no key
         row, before = divmod(max(0, start - (self.compress_block - 1)), stride)
         if not number or seq_len <= first:
             return torch.zeros_like(q) + key[:, :0].sum() + value[:, :0].sum()  # over a mesh all ranks go backward
+
         rows = F.pad(q[:, first:], (0, 0, 0, 0, before, stride - 1)).unfold(1, stride, stride).mT.flatten(2, 3)
         place: dict[str, Any] = {} if self.mesh is None else {"q_start": row, "k_start": 0}
         out = attention(rows, key, value, Dilated((number,), (1,)), is_causal=True, backend=self.backend, **place)
         assert isinstance(out, Tensor)
+
         out = out.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)
         left = first - before
         return F.pad(out, (0, 0, 0, 0, left, seq_len - left - out.shape[1]))  # a negative number takes rows away
