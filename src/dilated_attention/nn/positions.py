@@ -39,7 +39,8 @@ def rotary_tables(
     exact = _exact(positions)
     inverse = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=exact.device) / head_dim)
     angle = torch.remainder(exact[..., None, None] * inverse, 2 * math.pi)
-    cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    cos = angle.cos().to(device, dtype)
+    sin = angle.sin().to(device, dtype)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
@@ -103,7 +104,8 @@ class Rotary:
         if self.scale_base is None:
             return cos, sin
         grown = self.growth(positions - origin)
-        query, key = grown.to(cos), (1 / grown).to(cos)
+        query = grown.to(cos)
+        key = (1 / grown).to(cos)
         return cos * query, sin * query, cos * key, sin * key
 
     def growth(self, distance: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape 1 head_dim"]:
@@ -171,4 +173,7 @@ def grid_sines(
 
 
 def _exact(positions: Tensor) -> Tensor:
-    return positions.to("cpu" if positions.device.type == "mps" else positions.device).to(torch.float64)
+    """Return positions in float64, on the CPU if their device has no float64."""
+    if positions.device.type == "mps":
+        positions = positions.to("cpu")
+    return positions.to(torch.float64)

@@ -24,7 +24,7 @@ from dilated_attention.plan import WHOLE
 from dilated_attention.torch_internals import hooked, in_torch_func
 
 # Rows of the MLP at a time without gradients. Its hidden layer is then small beside q, k and v, and stays in a cache.
-# A compiled graph has one piece: with more it would be of one length.
+# A compiled graph takes all rows at once: cut into pieces, it would serve one length only.
 _ROWS = 2048
 _PLACES = 2  # what a block adds to x: attention, MLP
 
@@ -85,9 +85,9 @@ class SelfAttention(nn.Module):
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if sub_ln else nn.Identity()
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.pattern = pattern
-        self.attention = (
-            None if pattern is None else DilatedAttention(pattern=pattern, dropout=dropout, backend=backend)
-        )
+        self.attention: DilatedAttention | None = None
+        if pattern is not None:
+            self.attention = DilatedAttention(pattern=pattern, dropout=dropout, backend=backend)
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None. See `parallel.set_context_parallel`."""
@@ -129,22 +129,25 @@ class SelfAttention(nn.Module):
     def project(self, x: Tensor, rotary: Tables | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return R W_q x, R W_k x and W_v x: `(batch, seq, heads, head_dim)`, k and v with the KV heads."""
         q, k, v = self.input(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, -2)
-        return (q, k, v) if rotary is None else (rotate(q, rotary[:2]), rotate(k, rotary[-2:]), v)
+        if rotary is not None:
+            q = rotate(q, rotary[:2])
+            k = rotate(k, rotary[-2:])
+        return q, k, v
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cu_seqlens: Tensor | None, seq_len: int | None
     ) -> Tensor:
         if self.attention is not None:
             return self.attention(q, k, v, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
+
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        dense = partial(
-            F.scaled_dot_product_attention, is_causal=is_causal, dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.heads[0] != self.heads[1],
-        )  # fmt: skip
+        dropout = self.dropout if self.training else 0.0
+        grouped = self.heads[0] != self.heads[1]
+        dense = partial(F.scaled_dot_product_attention, is_causal=is_causal, dropout_p=dropout, enable_gqa=grouped)
         if cu_seqlens is None:
             return dense(q, k, v).transpose(1, 2)
-        samples = checks.samples(q.shape[2], None, cu_seqlens)
-        return torch.cat([dense(*(x[:, :, at] for x in (q, k, v))) for _, at in samples], 2).transpose(1, 2)
+        outs = [dense(q[:, :, at], k[:, :, at], v[:, :, at]) for _, at in checks.samples(q.shape[2], None, cu_seqlens)]
+        return torch.cat(outs, 2).transpose(1, 2)
 
     def _attend_first(
         self,
@@ -171,7 +174,9 @@ class SelfAttention(nn.Module):
 def first_tokens(x: Tensor, cu_seqlens: Int[Tensor, " samples_and_one"] | None) -> Tensor:
     """Return the first token of each sample: `(batch, 1, ...)` for x `(batch, seq, ...)`, or `(1, samples, ...)` for
     packed samples `(1, tokens, ...)`."""
-    return x[:, :1] if cu_seqlens is None else x[:, cu_seqlens[:-1]]
+    if cu_seqlens is None:
+        return x[:, :1]
+    return x[:, cu_seqlens[:-1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,10 +203,10 @@ class ShardDropout:
 
         place: what the block adds as x; 0: attention, 1: MLP.
         """
-        tokens = torch.arange(self.start, self.start + x.shape[1], device=x.device)
-        channels = torch.arange(x.shape[2], device=x.device)[:, None]
         if not p:
             return x
+        tokens = torch.arange(self.start, self.start + x.shape[1], device=x.device)
+        channels = torch.arange(x.shape[2], device=x.device)[:, None]
         queries = query_words(self.seed, x.shape[0], 1, tokens, _PLACES * self.layer + place)
         keys = key_words(self.seed, channels)
         return x * survives(queries[:, :, 0], keys[0, :, 0], threshold(p)) / (1 - p)
@@ -245,10 +250,11 @@ class TransformerBlock(nn.Module):
             dropout=attention_dropout,
         )  # fmt: skip
         self.mlp_norm = nn.LayerNorm(embed_dim, norm_eps)
+        activation: nn.Module = nn.GELU()
+        if sub_ln:
+            activation = nn.Sequential(activation, nn.LayerNorm(mlp_dim, norm_eps))
         self.mlp = nn.Sequential(
-            nn.Linear(embed_dim, mlp_dim, bias=bias),
-            nn.Sequential(nn.GELU(), nn.LayerNorm(mlp_dim, norm_eps)) if sub_ln else nn.GELU(),
-            nn.Linear(mlp_dim, embed_dim, bias=bias),
+            nn.Linear(embed_dim, mlp_dim, bias=bias), activation, nn.Linear(mlp_dim, embed_dim, bias=bias)
         )
         self.dropout = nn.Dropout(dropout)
 
@@ -279,7 +285,10 @@ class TransformerBlock(nn.Module):
 
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len, "memory": memory}
         out = self.attention(self.attention_norm(x), rotary, is_causal, first_only=first_only, **options)
-        x = (first_tokens(x, cu_seqlens) if first_only else x) + drop(out, 0)
+        if first_only:
+            x = first_tokens(x, cu_seqlens)
+        x = x + drop(out, 0)
+
         # In training, a checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         whole = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling() or in_torch_func()
         if whole or x.shape[0] * x.shape[1] <= _ROWS or hooked(self.mlp, self.mlp_norm):
