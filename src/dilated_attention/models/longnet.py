@@ -16,7 +16,7 @@ from dilated_attention.models.configuration import LongNetConfig
 from dilated_attention.models.generation import KeyValueCache, check_sampling, sample
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.models.stack import LongNetStack, places_of, tables_of
+from dilated_attention.models.stack import LongNetStack, places_of, tables_of, whole_length
 from dilated_attention.nn import SelfAttention
 from dilated_attention.parallel import cp_mean, sequence_range, shard_sequence
 from dilated_attention.plumbing import checks, dtype_of_products, from_rank, held_mesh, hooked, mesh_size, require_same
@@ -76,7 +76,7 @@ class LongNetAttention(Pretrained):
             seq_len: over a mesh, the length of the whole sequence; None: equal shards.
         """
         warn_of_layout(x)
-        whole = x.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
+        whole = whole_length(x, self.mesh, seq_len)
         places = places_of(self.config, self.mesh, x, None, None, whole)
         return self.attention(x, tables_of(self.config, places, x), is_causal, seq_len=seq_len)
 
@@ -168,9 +168,15 @@ class LongNetLM(LongNetStack):
         if config.vocab_size is None:
             raise ValueError("vocab_size=None: a language model writes tokens; give their number")
         super().__init__(config, backend=backend)
-        self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
-        if self.output is not None:
+        self.output: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.output = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
             nn.init.normal_(self.output.weight, std=config.embed_dim**-0.5)
+
+    @property
+    def _vocab_size(self) -> int:
+        assert self.config.vocab_size is not None
+        return self.config.vocab_size
 
     def logits(self, states: Float[Tensor, "*rows embed_dim"]) -> Float[Tensor, "*rows vocab"]:
         if self.output is not None:
@@ -180,7 +186,8 @@ class LongNetLM(LongNetStack):
         if type(embedding) is nn.Embedding and not hooked(embedding):
             return F.linear(states, embedding.weight)
         # Only a call gives the rows that an adapter changes, or that are elsewhere until then.
-        return F.linear(states, embedding(torch.arange(self.config.vocab_size or 0, device=states.device)))
+        weight = embedding(torch.arange(self._vocab_size, device=states.device))
+        return F.linear(states, weight)
 
     def forward(
         self,
@@ -213,7 +220,7 @@ class LongNetLM(LongNetStack):
             seq_len=seq_len,
         )
         if lengths is not None and self.mesh is not None:
-            whole = tokens.shape[1] * mesh_size(self.mesh) if seq_len is None else seq_len
+            whole = whole_length(tokens, self.mesh, seq_len)
             start, stop = sequence_range(whole, self.mesh)
             kept = within(checked_lengths(lengths, len(tokens), whole), whole, x.device)[:, start:stop]
             states = states.masked_fill(~kept[..., None], 0.0)
@@ -232,7 +239,8 @@ class LongNetLM(LongNetStack):
             ValueError: no sample has two tokens, or the ranks of a mesh pass different tokens.
         """
         require_tokens(tokens, self.config.vocab_size)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:].long()
         if not targets.numel():
             raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
         counts = None
@@ -242,10 +250,12 @@ class LongNetLM(LongNetStack):
                 raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
             counts = [max(n - 1, 0) for n in values]
             targets = targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100)
+
         if self.mesh is None:
             return F.cross_entropy(self(inputs, lengths=counts).flatten(0, 1), targets.flatten())
         require_same("loss", self.mesh, tokens, counts=counts)
-        shard, own = shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh)
+        shard = shard_sequence(inputs, self.mesh)
+        own = shard_sequence(targets, self.mesh)
         logits = self(shard, seq_len=inputs.shape[1])
         total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
         return cp_mean(total, (own != -100).sum(), self.mesh)
@@ -273,25 +283,30 @@ class LongNetLM(LongNetStack):
                 "generation is not supported with config.selection: its layers fill no key-value cache"
             )
         batch, seq = tokens.shape
-        counts = [seq] * batch if lengths is None else checked_lengths(lengths, batch, seq)
+        counts = [seq] * batch
+        if lengths is not None:
+            counts = checked_lengths(lengths, batch, seq)
         if not counts or not min(counts):
             raise ValueError("tokens: empty prompt; give at least one token per sample")
+
+        options: dict[str, Any] = {"lengths": counts}
         if self.mesh is not None:
             require_same("prefill", self.mesh, tokens, lengths=counts, max_len=max_len)
-        x = self.embed(tokens if self.mesh is None else shard_sequence(tokens, self.mesh))
+            tokens = shard_sequence(tokens, self.mesh)
+            options = {"lengths": lengths, "seq_len": seq}  # a mesh takes prompts of one length only
+        x = self.embed(tokens)
         cache = KeyValueCache(self.config, batch, max_len=max_len, dtype=dtype_of_products(x), device=x.device)
-        (states,) = self.hidden(
-            x,
-            is_causal=True,
-            lengths=counts if self.mesh is None else lengths,
-            seq_len=None if self.mesh is None else seq,
-            cache=cache,
-        )
-        if self.mesh is not None:
-            mine = states[:, -1] if states.shape[1] else states.new_empty(batch, states.shape[2])
-            return self.logits(from_rank(mesh_size(self.mesh) - 1, mine, self.mesh)), cache
-        last = torch.tensor(counts, device=x.device) - 1
-        return self.logits(states[torch.arange(batch, device=x.device), last]), cache
+        (states,) = self.hidden(x, is_causal=True, cache=cache, **options)
+
+        if self.mesh is None:
+            samples = torch.arange(batch, device=x.device)
+            last = torch.tensor(counts, device=x.device) - 1
+            return self.logits(states[samples, last]), cache
+        newest = states.new_empty(batch, states.shape[2])
+        if states.shape[1]:
+            newest = states[:, -1]
+        newest = from_rank(mesh_size(self.mesh) - 1, newest, self.mesh)
+        return self.logits(newest), cache
 
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, " batch"], cache: KeyValueCache) -> Float[Tensor, "batch vocab"]:
@@ -334,8 +349,9 @@ class LongNetLM(LongNetStack):
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
         check_sampling(temperature, top_k, top_p)
         if stop_token is not None:
-            stop_token = checks.integer("stop_token", stop_token, 0, (self.config.vocab_size or 0) - 1)
+            stop_token = checks.integer("stop_token", stop_token, 0, self._vocab_size - 1)
         require_tokens(tokens, self.config.vocab_size)
+
         max_len = tokens.shape[1] + max_new_tokens
         first, cache = self.prefill(tokens, lengths=lengths, max_len=max_len)
         draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
@@ -379,17 +395,19 @@ class LongNetLM(LongNetStack):
             stop_token: the token that ends a sample; it is repeated until all samples have ended.
             generator: the random generator used for sampling.
         """
-        vocab_size = self.config.vocab_size or 0
-        require_tokens(tokens, vocab_size)
-        if torch.iinfo(tokens.dtype).max < vocab_size - 1:
+        require_tokens(tokens, self.config.vocab_size)
+        if torch.iinfo(tokens.dtype).max < self._vocab_size - 1:
             raise ValueError(
-                f"tokens of {tokens.dtype} cannot hold every one of vocab_size={vocab_size}: pass tokens.long()"
+                f"tokens of {tokens.dtype} cannot hold every one of vocab_size={self._vocab_size}: pass tokens.long()"
             )
+
         new = [x[:, None].to(tokens.dtype) for x in self.stream(tokens, max_new_tokens, **options)]
         drawn = torch.cat((tokens[:, :0], *new), 1)
         lengths = options.get("lengths")
         if lengths is None:
             return torch.cat((tokens, drawn), 1)
+
+        # Put each sample's new tokens right after its own prompt.
         counts = torch.tensor(checked_lengths(lengths, *tokens.shape), device=tokens.device)[:, None]
         seq = torch.arange(tokens.shape[1], device=tokens.device)
         out = torch.cat((tokens.masked_fill(seq >= counts, 0), torch.zeros_like(drawn)), 1)

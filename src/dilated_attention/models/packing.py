@@ -31,7 +31,8 @@ def packs(counts: Sequence[int]) -> list[tuple[list[int], slice]]:
     for count in counts:
         if pack and stop + count - start > PACK:
             packs.append((pack, slice(start, stop)))
-            pack, start = [], stop
+            pack = []
+            start = stop
         pack.append(count)
         stop += count
     return [*packs, (pack, slice(start, stop))]

@@ -156,7 +156,9 @@ class LongNetStack(Pretrained):
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # a language model's own output.weight, without a dot before it, adds to nothing
-                adds = 2 * self.config.num_layers if name.endswith((".output.weight", "mlp.2.weight")) else 1
+                adds = 1
+                if name.endswith((".output.weight", "mlp.2.weight")):
+                    adds = 2 * self.config.num_layers
                 nn.init.normal_(parameter, std=(parameter.shape[1] * adds) ** -0.5)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -164,6 +166,7 @@ class LongNetStack(Pretrained):
                 nn.init.ones_(parameter)
         if not self.config.sub_ln:
             return
+
         gain = math.sqrt(math.log(2 * self.config.num_layers))
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
@@ -217,61 +220,86 @@ class LongNetStack(Pretrained):
             positions, seq_len, first_only: as in `LongNetEncoder.forward`.
             cache: a new cache, which gets the keys and values of these tokens.
         """
-        batch, seq, width = x.shape
+        batch, seq, _ = x.shape
+        whole = seq
         if self.mesh is not None:
             if lengths is not None:
                 raise UnsupportedError(
                     "lengths with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
                 )
-            seq_len = seq * mesh_size(self.mesh) if seq_len is None else seq_len
+            whole = whole_length(x, self.mesh, seq_len)
+            seq_len = whole
         asked = _Asked(is_causal, seq_len, cache, all_layers, first_only)
+
         if cu_seqlens is not None:
             if lengths is not None:
                 raise ValueError(
                     "lengths and cu_seqlens both given; lengths is for padded batches, cu_seqlens for packed"
                 )
-            samples = packed_counts(cu_seqlens, batch, seq if self.mesh is None else seq_len or 0)
-            if first_only and 0 in samples:
-                raise ValueError(f"first_only=True: each sample must have a first token; got samples of {samples}")
-            if self.mesh is None and positions is None and samples[1:] == samples[:-1]:  # nothing to pack
-                x = x.view(len(samples), samples[0] if samples else 1, width)
-                states = self._run(x, None, places_of(self.config, self.mesh, x, None, None, seq_len), asked)
-                return [state.reshape(1, -1, width) for state in states]
-            return self._run(x, samples, self._packed_places(x, positions, samples, seq_len), asked)
-        counts = None if lengths is None else checked_lengths(lengths, batch, seq)
-        if counts is not None and all(count == seq for count in counts):
-            counts = None  # nothing is padding
+            return self._packed(x, positions, packed_counts(cu_seqlens, batch, whole), asked)
+
+        counts = None
+        if lengths is not None:
+            counts = checked_lengths(lengths, batch, seq)
+            if all(count == seq for count in counts):
+                counts = None  # nothing is padding
         places = places_of(self.config, self.mesh, x, positions, counts, seq_len)
         if counts is None:
             return self._run(x, None, places, asked)
+
         kept = within(counts, seq, x.device)
         if places is not None:
             places = (places[0].expand(batch, seq)[kept], places[1].expand(batch, seq)[kept])
         states = self._run(x[kept][None], counts, places, asked)
         return [padded(state, kept) for state in states]
 
+    def _packed(self, x: Tensor, positions: Tensor | None, counts: list[int], asked: _Asked) -> list[Tensor]:
+        """Return the states that `hidden` returns for packed samples; counts: the number of tokens of each."""
+        if asked.first_only and 0 in counts:
+            raise ValueError(f"first_only=True: each sample must have a first token; got samples of {counts}")
+        if self.mesh is not None or positions is not None or counts[1:] != counts[:-1]:
+            return self._run(x, counts, self._packed_places(x, positions, counts, asked.seq_len), asked)
+
+        # Samples of one length are a batch without padding.
+        width = x.shape[2]
+        seq = counts[0] if counts else 1
+        x = x.view(len(counts), seq, width)
+        states = self._run(x, None, places_of(self.config, None, x, None, None, None), asked)
+        return [state.reshape(1, -1, width) for state in states]
+
     def _run(self, x: Tensor, counts: list[int] | None, places: Places | None, asked: _Asked) -> list[Tensor]:
         """Return the states that `hidden` returns, packed if x is, and fill the cache. Packed samples may run in parts.
 
         counts: the tokens of each packed sample; None: x is not packed. places: from `places_of` or `_packed_places`.
         """
-        cache, seq_len = asked.cache, asked.seq_len
-        apart = counts is not None and cache is None and self.mesh is None
-        runs = packs(counts) if counts is not None and apart else []
+        cache = asked.cache
+        runs = []
+        if counts is not None and cache is None and self.mesh is None:
+            runs = packs(counts)
         # Not in training: a checkpoint's forward without gradients must draw the dropout that its recomputation draws.
         if len(runs) > 1 and not (torch.is_grad_enabled() or self.training):
             found = []
             for pack, tokens in runs:
-                some = None if places is None else (places[0][tokens], places[1][tokens])
-                found.append(self._run(x[:, tokens], pack, some, asked))
+                pack_places = None
+                if places is not None:
+                    pack_places = (places[0][tokens], places[1][tokens])
+                found.append(self._run(x[:, tokens], pack, pack_places, asked))
             return [torch.cat(states, 1) for states in zip(*found, strict=True)]
-        cu_seqlens = None if counts is None else cumulative(counts, x.device)
+
+        cu_seqlens = None
+        if counts is not None:
+            cu_seqlens = cumulative(counts, x.device)
         tables = tables_of(self.config, places, x)
         if cache is None:
             return self._blocks(x, tables, cu_seqlens, asked)
-        whole = x.shape[1] if seq_len is None else seq_len
-        lengths = [whole] * len(x) if counts is None else counts
-        shard = None if self.mesh is None else sequence_range(whole, self.mesh)
+
+        whole = whole_length(x, self.mesh, asked.seq_len)
+        lengths = counts
+        if lengths is None:
+            lengths = [whole] * len(x)
+        shard = None
+        if self.mesh is not None:
+            shard = sequence_range(whole, self.mesh)
         cache.begin(lengths, packed=cu_seqlens is not None, shard=shard)
         states = self._blocks(x, tables, cu_seqlens, asked)
         cache.end(lengths)
@@ -283,22 +311,27 @@ class LongNetStack(Pretrained):
         """Run the blocks and the norm, and return the states that `hidden` returns; cu_seqlens: for packed samples."""
         dropped = None
         if self.mesh is not None and self.training and self.config.dropout:
-            dropped = ShardDropout(agreed_seed(self.mesh, x.device), sequence_range(asked.seq_len or 0, self.mesh)[0])
-        states = [x]
+            dropped = ShardDropout(agreed_seed(self.mesh, x.device), _first_token(self.mesh, asked.seq_len))
+        states = []
         for i, block in enumerate(self.blocks):
+            if asked.all_layers:
+                states.append(x)
             options: dict[str, Any] = {
                 "cu_seqlens": cu_seqlens,
                 "seq_len": asked.seq_len,
-                "memory": None if asked.cache is None else asked.cache.layers[i],
                 "first_only": asked.first_only and block is self.blocks[-1],
-                "shard_dropout": None if dropped is None else replace(dropped, layer=i),
             }
+            if asked.cache is not None:
+                options["memory"] = asked.cache.layers[i]
+            if dropped is not None:
+                options["shard_dropout"] = replace(dropped, layer=i)
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x = checkpoint(block, x, tables, asked.is_causal, use_reentrant=False, **options)
             else:
                 x = block(x, tables, asked.is_causal, **options)
-            states = [*states, x] if asked.all_layers else [x]
-        return [*states, self.norm(x)] if asked.all_layers else [self.norm(x)]
+        if asked.all_layers:
+            states.append(x)
+        return [*states, self.norm(x)]
 
     def _packed_places(
         self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
@@ -316,10 +349,26 @@ class LongNetStack(Pretrained):
                 "positions with cu_seqlens is not supported; leave positions out: each sample's count from 0"
             )
         self.config.rotary.check((max(counts, default=0) + 1) // 2, dtype_of_products(x))
-        start = 0 if self.mesh is None else sequence_range(seq_len or 0, self.mesh)[0]
-        tokens, edges = torch.arange(start, start + x.shape[1], device=x.device), cumulative(counts, x.device)
+        start = _first_token(self.mesh, seq_len)
+        tokens = torch.arange(start, start + x.shape[1], device=x.device)
+        edges = cumulative(counts, x.device)
         sample = torch.searchsorted(edges, tokens, right=True) - 1
         return tokens - edges[sample], edges.diff()[sample] // 2
+
+
+def whole_length(shard: Tensor, mesh: Mesh | None, seq_len: int | None) -> int:
+    """Return the length of the whole sequence: `seq_len`, or if it is None, the length of equal shards together."""
+    if seq_len is not None:
+        return seq_len
+    return shard.shape[1] * mesh_size(mesh)
+
+
+def _first_token(mesh: Mesh | None, seq_len: int | None) -> int:
+    """Return the position of this rank's first token in a sequence of `seq_len` tokens; 0 without a mesh."""
+    if mesh is None:
+        return 0
+    assert seq_len is not None
+    return sequence_range(seq_len, mesh)[0]
 
 
 def places_of(
@@ -336,7 +385,8 @@ def places_of(
     None: 0, 1, 2, ... counts: tokens of each sample; None: all of x. seq_len: over a mesh, the length of the whole
     sequence.
     """
-    rotary, (batch, seq, _) = config.rotary, x.shape
+    rotary = config.rotary
+    batch, seq, _ = x.shape
     if rotary is None:
         return None
     if mesh is not None and positions is not None and rotary.scale_base is not None:
@@ -344,20 +394,25 @@ def places_of(
             "positions with a mesh and xPos is not supported, since the ranks would need the middle of all "
             "positions; leave positions out, which count from the sequence's start"
         )
+
     if positions is None:
-        start, whole = (0, seq) if mesh is None else (sequence_range(seq_len or 0, mesh)[0], seq_len or 0)
+        start = _first_token(mesh, seq_len)
+        whole = seq if mesh is None else whole_length(x, mesh, seq_len)
         rotary.check((whole + 1) // 2, dtype_of_products(x))
         if counts is None:
             origins = torch.full((1, 1), whole // 2, device=x.device)
         else:
             origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
         return torch.arange(start, start + seq, device=x.device)[None], origins
+
     if positions.shape not in ((seq,), (batch, seq)):
         raise ValueError(f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}")
-    positions = torch.atleast_2d(positions if positions.is_floating_point() else positions.long())
+    if not positions.is_floating_point():
+        positions = positions.long()
+    positions = torch.atleast_2d(positions)
     if rotary.scale_base is None or not positions.numel():
         return positions, positions[:, :1]
-    if counts is not None:  # the first one for padding, which may hold anything
+    if counts is not None:  # padding may hold anything: it gets its sample's first position
         positions = torch.where(within(counts, seq, x.device), positions, positions[:, :1])
     origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
     if not torch.compiler.is_compiling():
