@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from numbers import Real
 from typing import Protocol
 
@@ -75,7 +75,7 @@ class _Segments:
 
     @property
     def heads(self) -> HeadRuns:
-        return [run for runs in self.by_offset.values() for run in runs]
+        return list(chain.from_iterable(self.by_offset.values()))
 
     @property
     def rows(self) -> int:
@@ -101,11 +101,13 @@ class _Ring:
         number = position - self.leading
         if number < 0:
             return [], None, slice(0, 0)
-        return self.heads, number % self.rows, slice(number % self.rate, min(number + 1, self.rows), self.rate)
+        seen = slice(number % self.rate, min(number + 1, self.rows), self.rate)
+        return self.heads, number % self.rows, seen
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
         stop = length - self.leading
-        first, turn = max(0, stop - self.rows), stop - stop % self.rows  # the token of row 0
+        first = max(0, stop - self.rows)
+        turn = stop - stop % self.rows  # the token of row 0
         for start, end in ((first, min(turn, stop)), (max(first, turn), stop)):
             yield self.heads, range(start + self.leading, end + self.leading), start % self.rows
 
@@ -116,7 +118,8 @@ class _Leading:
     heads: HeadRuns
 
     def step(self, position: int) -> tuple[HeadRuns, int | None, slice]:
-        return self.heads, position if position < self.rows else None, slice(0, min(position + 1, self.rows))
+        row = position if position < self.rows else None
+        return self.heads, row, slice(0, min(position + 1, self.rows))
 
     def kept(self, length: int) -> Iterator[tuple[HeadRuns, range, int]]:
         yield self.heads, range(min(length, self.rows)), 0
@@ -142,25 +145,34 @@ class _Span:
 
 
 def _buffers(config: LongNetConfig, max_len: int | None) -> list[_Buffer]:
-    most = max_len or MOST_TOKENS
-    pattern = config.pattern or Dilated((most,), (1,))  # dense attention is one segment
-    branches, found = pattern.branches(config.kv_heads), list[_Buffer]()
+    most = MOST_TOKENS if max_len is None else max_len
+    pattern = config.pattern
+    if pattern is None:  # dense attention is one segment
+        pattern = Dilated((most,), (1,))
+    branches = pattern.branches(config.kv_heads)
     every = [slice(0, config.kv_heads, 1)]
+
+    found: list[_Buffer] = []
     for i, (segment, rate, offsets) in enumerate(zip(*branches[:3], strict=True)):
-        low, _ = branches.bands[i] if branches.bands else (None, None)
-        if low is not None:
-            leading = branches.leading[i]
-            found += [_Leading(min(leading, most), every)] if leading else []
-            found.append(_Ring(min((1 - low) * rate, most), rate, leading, every))
+        low = branches.bands[i][0] if branches.bands else None
+        if low is None:
+            found.append(_Segments(min(segment, most), rate, _heads_by_offset(offsets)))
             continue
-        by_offset = {
-            offset: [
-                slice(first, first + (count - 1) * step + 1, step)
-                for first, count, step in progressions([h for h, o in enumerate(offsets) if o == offset])
-            ]
-            for offset in sorted(set(offsets) - {-1})
-        }
-        found.append(_Segments(min(segment, most), rate, by_offset))
+        leading = branches.leading[i]
+        if leading:
+            found.append(_Leading(min(leading, most), every))
+        found.append(_Ring(min((1 - low) * rate, most), rate, leading, every))
+    return found
+
+
+def _heads_by_offset(offsets: Sequence[int]) -> dict[int, HeadRuns]:
+    """Return the KV heads that have each offset; `offsets` holds one per KV head, -1 for a head that takes no part."""
+    found: dict[int, HeadRuns] = {}
+    for offset in sorted(set(offsets) - {-1}):
+        heads = [head for head, its_offset in enumerate(offsets) if its_offset == offset]
+        found[offset] = [
+            slice(first, first + (count - 1) * step + 1, step) for first, count, step in progressions(heads)
+        ]
     return found
 
 
@@ -175,8 +187,9 @@ class _Layer:
         self.cache = cache
         self.buffers: list[tuple[_Buffer, int, Tensor, Tensor]] = []
         for buffer in cache.buffers:
-            first, last = min(x.start for x in buffer.heads), max(x.stop for x in buffer.heads)
-            shape = (cache.batch_size, last - first, buffer.rows, cache.config.head_dim)
+            first = min(heads.start for heads in buffer.heads)
+            stop = max(heads.stop for heads in buffer.heads)
+            shape = (cache.batch_size, stop - first, buffer.rows, cache.config.head_dim)
             with torch.inference_mode(False):  # else only inference mode could add to them
                 keys, values = (torch.zeros(shape, dtype=cache.dtype, device=cache.device) for _ in range(2))
             self.buffers.append((buffer, first, keys, values))
@@ -189,38 +202,40 @@ class _Layer:
         return attend(q, k, v)
 
     def _fill(self, span: _Span, k: Tensor, v: Tensor) -> None:
-        for buffer, first, *held in self.buffers:
+        for buffer, first, keys, values in self.buffers:
             for runs, tokens, row in buffer.kept(span.length):
                 skipped = max(0, -((tokens.start - span.held[0]) // tokens.step))  # tokens before those that are here
                 here = range(tokens.start + skipped * tokens.step, min(tokens.stop, span.held[1]), tokens.step)
-                rows = slice(span.start + here.start, span.start + here.stop, here.step)
-                for heads in runs if here else ():
-                    for keys, x in zip(held, (k, v), strict=True):
-                        seen = x[span.batch, rows, heads].transpose(1, 2)
-                        keys[span.samples, _shifted(heads, first), row + skipped : row + skipped + len(here)] = seen
+                if not here:
+                    continue
+                read = slice(span.start + here.start, span.start + here.stop, here.step)
+                written = slice(row + skipped, row + skipped + len(here))
+                for heads in runs:
+                    held = _shifted(heads, first)
+                    keys[span.samples, held, written] = k[span.batch, read, heads].transpose(1, 2)
+                    values[span.samples, held, written] = v[span.batch, read, heads].transpose(1, 2)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch, _, heads, head_dim = q.shape
+        batch, _, num_heads, head_dim = q.shape
+        kv_heads = k.shape[2]
         dtype = self.cache.dtype
         statistic = torch.promote_types(dtype, torch.float32)
-        grouped = q.to(dtype).reshape(batch, k.shape[2], heads // k.shape[2], head_dim)
+        settings = fused.Settings(Scores(head_dim**-0.5))
+        grouped = q.to(dtype).reshape(batch, kv_heads, num_heads // kv_heads, head_dim)
         out = torch.zeros_like(grouped)
         lse = grouped.new_full(grouped.shape[:3], -torch.inf, dtype=statistic)
         for samples, position in self.cache.runs:
             for buffer, first, keys, values in self.buffers:
                 runs, row, seen = buffer.step(position)
-                for heads_ in runs:
-                    held = _shifted(heads_, first)
+                for heads in runs:
+                    held = _shifted(heads, first)
                     if row is not None:
-                        keys[samples, held, row] = k[samples, 0, heads_]
-                        values[samples, held, row] = v[samples, 0, heads_]
+                        keys[samples, held, row] = k[samples, 0, heads]
+                        values[samples, held, row] = v[samples, 0, heads]
                     part, part_lse = fused.forward(
-                        fused.Settings(Scores(head_dim**-0.5)),
-                        grouped[samples, heads_],
-                        keys[samples, held, seen],
-                        values[samples, held, seen],
+                        settings, grouped[samples, heads], keys[samples, held, seen], values[samples, held, seen]
                     )
-                    merge_into(out[samples, heads_], lse[samples, heads_], part, part_lse.to(statistic))
+                    merge_into(out[samples, heads], lse[samples, heads], part, part_lse.to(statistic))
         return out.view(q.shape).to(q.dtype)
 
 
@@ -263,7 +278,8 @@ class KeyValueCache:
     ) -> None:
         if config.pattern is None and max_len is None:
             raise ValueError("max_len=None: dense attention sees every earlier token; give the length to make room for")
-        max_len = None if max_len is None else checks.positive("max_len", max_len)
+        if max_len is not None:
+            max_len = checks.positive("max_len", max_len)
         self.config = config
         self.batch_size = batch_size
         self.max_len = max_len
@@ -277,7 +293,15 @@ class KeyValueCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for layer in self.layers for *_, k, v in layer.buffers for x in (k, v))
+        return sum(rows.nbytes for rows in self._rows)
+
+    @property
+    def _rows(self) -> Iterator[Tensor]:
+        """Yield the keys and the values of every buffer of every layer."""
+        for layer in self.layers:
+            for _, _, keys, values in layer.buffers:
+                yield keys
+                yield values
 
     @property
     def runs(self) -> Iterator[tuple[slice, int]]:
@@ -296,11 +320,14 @@ class KeyValueCache:
         """
         self._check(max(lengths))
         if packed:
-            self.spans = [
-                _Span(slice(i, i + 1), slice(0, 1), sum(lengths[:i]), n, (0, n)) for i, n in enumerate(lengths)
-            ]
+            self.spans = []
+            start = 0
+            for i, n in enumerate(lengths):
+                self.spans.append(_Span(slice(i, i + 1), slice(0, 1), start, n, (0, n)))
+                start += n
         else:
-            every, held = slice(0, self.batch_size), shard or (0, lengths[0])
+            every = slice(0, self.batch_size)
+            held = (0, lengths[0]) if shard is None else shard
             self.spans = [_Span(every, every, -held[0], lengths[0], held)]
         self.origins = torch.tensor([n // 2 for n in lengths], device=self.device)[:, None]  # as in the forward
 
@@ -311,8 +338,7 @@ class KeyValueCache:
 
     def join(self, mesh: Mesh) -> None:
         """Exchange the rows of the ranks' shards, so that every rank has all of them."""
-        buffers = [buffer for layer in self.layers for buffer in layer.buffers]
-        summed_over(mesh, [rows for *_, keys, values in buffers for rows in (keys, values)])  # 0 where others fill
+        summed_over(mesh, list(self._rows))  # 0 where others fill
 
     def step(self) -> Int[Tensor, "batch 1"]:
         """Return the positions of every sample's next token. They advance in `end`, not here.
@@ -324,10 +350,10 @@ class KeyValueCache:
         positions = torch.tensor(self.positions, device=self.device)[:, None]
         rotary = self.config.rotary
         if rotary is not None and rotary.scale_base is not None:
-            moves = [
-                p - o if p - o > _DRIFT * rotary.scale_base else 0
-                for p, o in zip(self.positions, self.origins[:, 0].tolist(), strict=True)
-            ]
+            moves = []
+            for position, origin in zip(self.positions, self.origins[:, 0].tolist(), strict=True):
+                distance = position - origin
+                moves.append(distance if distance > _DRIFT * rotary.scale_base else 0)
             self.move(moves)
         return positions
 
@@ -387,6 +413,7 @@ def sample(
     logits = logits.float()
     if temperature == 0:
         return logits.argmax(-1)
+
     # The most likely token is at 0, which no temperature makes infinite.
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(logits.dtype).tiny)
     if top_k is not None and top_k < logits.shape[-1]:
