@@ -61,11 +61,14 @@ def _made(kind: Any, fields: Any, where: str) -> Any:
     for word, wrong in (("unknown", fields.keys() - names), ("missing", missing)):
         if wrong:
             raise ValueError(f"{where}: {word} field {', '.join(sorted(wrong))}")
+
     nested = getattr(kind, "nested", {})
-    made = {
-        name: _made(nested[name], value, f"{where}: {name}") if name in nested and value is not None else _tuples(value)
-        for name, value in fields.items()
-    }
+    made = {}
+    for name, value in fields.items():
+        if name in nested and value is not None:
+            made[name] = _made(nested[name], value, f"{where}: {name}")
+        else:
+            made[name] = _tuples(value)
     try:
         return kind(**made)
     except ValueError as error:
@@ -74,36 +77,49 @@ def _made(kind: Any, fields: Any, where: str) -> Any:
 
 def _pattern(fields: Any, where: str) -> Any:
     """Return a `Dilated`, a `Window`, or a sum of these, from its fields in JSON; `where` begins error messages."""
-    if isinstance(fields, dict) and "terms" in fields:
-        if set(fields) != {"terms"} or not isinstance(fields["terms"], list) or not 2 <= len(fields["terms"]) <= MOST:
+    if _has(fields, "terms"):
+        terms = fields["terms"]
+        if set(fields) != {"terms"} or not isinstance(terms, list) or not 2 <= len(terms) <= MOST:
             raise ValueError(f"{where}: a sum has the field terms alone, a list of 2 to {MOST:,} patterns")
-        return Sum(tuple(_made(_kind(term), term, f"{where}: terms") for term in fields["terms"]))
+        return Sum(tuple(_made(_kind(term), term, f"{where}: terms") for term in terms))
     return _made(_kind(fields), fields, where)
 
 
 def _kind(fields: Any) -> type:
-    return Window if isinstance(fields, dict) and "before" in fields else Dilated
+    return Window if _has(fields, "before") else Dilated
 
 
 def _selection(fields: Any, where: str) -> Any:
     """Return a `NativeSparse` or a `BlockMixture` from its fields in JSON; `where` begins error messages."""
-    return _made(BlockMixture if isinstance(fields, dict) and "top_k" in fields else NativeSparse, fields, where)
+    kind = BlockMixture if _has(fields, "top_k") else NativeSparse
+    return _made(kind, fields, where)
+
+
+def _has(fields: Any, name: str) -> bool:
+    return isinstance(fields, dict) and name in fields
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+    """Return lists, and lists inside them, as tuples; any other value as it is."""
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    return value
 
 
 def require_integers(configuration: Any, *names: str, optional: tuple[str, ...] = (), most: int = 1 << 24) -> None:
     """Raise ValueError unless the named fields are positive integers up to `most` or, if optional, None."""
     for name in (*names, *optional):
         value = getattr(configuration, name)
-        if (value is None and name in optional) or (type(value) is int and 0 < value <= most):
+        if value is None and name in optional:
             continue
-        limit = "" if type(value) is not int or value <= most else f" of at most {most:,}"
-        raise ValueError(
-            f"{name}={_short(value)}: must be a positive integer{limit}{', or None' if name in optional else ''}"
-        )
+        if type(value) is int and 0 < value <= most:
+            continue
+        wanted = "a positive integer"
+        if type(value) is int and value > most:
+            wanted += f" of at most {most:,}"
+        if name in optional:
+            wanted += ", or None"
+        raise ValueError(f"{name}={_short(value)}: must be {wanted}")
 
 
 def _short(value: Any) -> str:
@@ -118,14 +134,16 @@ def require_number(
     """Raise ValueError unless the field is a number in (above, below), or with `least` in [above, below)."""
     value = getattr(configuration, name)
     if type(value) not in (int, float) or not (above < value < below or (least and value == above)):
-        limit = "" if below == sys.float_info.max else f" and below {below}"
-        raise ValueError(
-            f"{name}={_short(value)}: must be a number {'of at least' if least else 'above'} {above}{limit}"
-        )
+        wanted = f"of at least {above}" if least else f"above {above}"
+        if below != sys.float_info.max:
+            wanted += f" and below {below}"
+        raise ValueError(f"{name}={_short(value)}: must be a number {wanted}")
 
 
-MOST, MOST_TOKENS = 1024, 1 << 48
-"""The most layers, heads and branches, and the most tokens of a segment: a damaged or hostile file is refused early."""
+MOST = 1024
+"""The most layers, heads and branches: a damaged or hostile file is refused early."""
+MOST_TOKENS = 1 << 48
+"""The most tokens of a segment."""
 
 
 class _Selection:
@@ -283,27 +301,36 @@ class LongNetConfig(Configuration):
             raise ValueError(f'positions={self.positions!r}: must be "rope", "xpos" or None')
         if self.compat not in ("torchscale", None):
             raise ValueError(f'compat={self.compat!r}: must be "torchscale" or None')
-        pairs = 1 if self.positions is None else 2
-        if self.embed_dim % (pairs * self.num_heads):
-            paired = f"2 x num_heads = {2 * self.num_heads}, rotary positions turn pairs of channels"
-            wanted = f"num_heads={self.num_heads}" if pairs == 1 else paired
+
+        factor = self.num_heads
+        wanted = f"num_heads={factor}"
+        if self.positions is not None:
+            factor = 2 * self.num_heads
+            wanted = f"2 x num_heads = {factor}, rotary positions turn pairs of channels"
+        if self.embed_dim % factor:
             raise ValueError(f"embed_dim={self.embed_dim}: must be a multiple of {wanted}")
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
+
         if self.selection is not None:
             self._check_selection()
         self._check_pattern()
-        dilated = self.pattern if isinstance(self.pattern, Dilated) else None
-        if dilated is not None and dilated.compat is not None:
-            object.__setattr__(self, "compat", dilated.compat)
-            object.__setattr__(self, "pattern", dataclasses.replace(dilated, compat=None))
+        self._settle_compat()
+
+    def _settle_compat(self) -> None:
+        """Move `compat` from the pattern to this configuration, and give the pattern the offsets that it needs."""
+        pattern = self.pattern
+        if isinstance(pattern, Dilated) and pattern.compat is not None:
+            object.__setattr__(self, "compat", pattern.compat)
+            pattern = dataclasses.replace(pattern, compat=None)
         if self.compat is not None:
-            if dilated is None or dilated.head_groups:
+            if not isinstance(pattern, Dilated) or pattern.head_groups:
                 raise ValueError(
-                    f"compat={self.compat!r}: needs a pattern of Dilated without head groups; got {self.pattern}"
+                    f"compat={self.compat!r}: needs a pattern of Dilated without head groups; got {pattern}"
                 )
-            if dilated.offsets == "head":
-                object.__setattr__(self, "pattern", dataclasses.replace(dilated, offsets="head_block", compat=None))
+            if pattern.offsets == "head":
+                pattern = dataclasses.replace(pattern, offsets="head_block")
+        object.__setattr__(self, "pattern", pattern)
 
     def _check_selection(self) -> None:
         if not isinstance(self.selection, (NativeSparse, BlockMixture)):
@@ -327,6 +354,7 @@ class LongNetConfig(Configuration):
                 raise ValueError(
                     f"pattern={self.pattern!r}: must be a Dilated, a Window or their sum, or None for dense attention"
                 )
+
         if len(lengths) > 2 * MOST:
             raise ValueError(f"pattern: has {len(lengths) // 2:,} branches; it may have at most {MOST:,}")
         if max(lengths) > MOST_TOKENS:
@@ -336,8 +364,9 @@ class LongNetConfig(Configuration):
     @property
     def attention_pattern(self) -> Dilated | Window | Sum | None:
         """Return `pattern` with `compat` applied."""
-        pattern = self.pattern
-        return dataclasses.replace(pattern, compat=self.compat) if isinstance(pattern, Dilated) else pattern
+        if isinstance(self.pattern, Dilated):
+            return dataclasses.replace(self.pattern, compat=self.compat)
+        return self.pattern
 
     @property
     def kv_heads(self) -> int:
