@@ -13,7 +13,7 @@ import re
 import struct
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -39,8 +39,10 @@ WRAPPERS = ("model", "state_dict", "module", "teacher", "student")
 
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 """The parts that torch.compile, FSDP, activation checkpointing and data parallelism add to the names of weights."""
-_ROOTS, _HALVES = {"layers", "q_proj", "patch_embed"}, {"encoder", "decoder", "model"}
-"""The first parts of weight names by which known models are recognised: of a single model, and of one that holds it."""
+_ROOTS = {"layers", "q_proj", "patch_embed"}
+"""The first parts of weight names by which a known model is recognised."""
+_HALVES = {"encoder", "decoder", "model"}
+"""The first parts of weight names in larger models, which hold a known one."""
 
 PICKLE_ERRORS = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OverflowError, MemoryError),
@@ -68,15 +70,18 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
         >>> list(read_checkpoint(state, prefix="encoder."))
         ['weight']
     """
-    where, held = "state_dict", source
+    where = "state_dict"
+    held: Any = source
     if isinstance(source, (str, Path)):
-        where, held = str(source), _read_file(Path(source))
+        where = str(source)
+        held = _read_file(Path(source))
     if not isinstance(held, Mapping):
         raise ValueError(f"{where}: expected a state_dict, names to tensors; got {type(held).__name__}")
     for name in WRAPPERS:
         if isinstance(held.get(name), Mapping):
             held = held[name]
             break
+
     wrong = [f"{name} ({type(x).__name__})" for name, x in held.items() if not isinstance(x, Tensor)]
     if wrong:
         raise ValueError(f"{where}: not plain tensors: {_some(wrong)}; save the model's state_dict alone")
@@ -89,9 +94,10 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Tensor]:
     strange = [f"{name} ({x.dtype})" for name, x in held.items() if not x.is_floating_point() and x.dim()]
     if strange:
         raise ValueError(f"{where}: weights must be floating-point; got {_some(strange)}")
+
     found = {str(name).removeprefix(prefix): x.detach() for name, x in held.items() if str(name).startswith(prefix)}
     if prefix and not found:
-        parts = sorted({str(name).partition(".")[0] for name in held})
+        parts = sorted(_first_parts(held))
         raise ValueError(f"prefix={prefix!r}: no name in {where} begins so; they begin with {_some(parts)}")
     return found
 
@@ -111,10 +117,18 @@ def read_weights(source: Source, prefix: str = "") -> dict[str, Tensor]:
     tensors = {_WRAPPED.sub("", name): x for name, x in held.items()}
     if len(tensors) < len(held):
         raise ValueError(f"the checkpoint holds weights twice, wrapped and not; give prefix=. It has {_begin(held)}")
-    found = tensors
-    while len(parts := {name.partition(".")[0] for name in found}) == 1 and not parts & {*_ROOTS, ""}:
-        found = {name.partition(".")[2]: x for name, x in found.items()}
-    return found if parts & {*_ROOTS, *_HALVES} else tensors
+
+    stripped = tensors
+    while len(parts := _first_parts(stripped)) == 1 and not parts & {*_ROOTS, ""}:
+        stripped = {name.partition(".")[2]: x for name, x in stripped.items()}
+    if parts & {*_ROOTS, *_HALVES}:
+        return stripped
+    return tensors
+
+
+def _first_parts(names: Iterable[Any]) -> set[str]:
+    """Return what the names have before their first dot."""
+    return {str(name).partition(".")[0] for name in names}
 
 
 def _read_file(path: Path) -> Any:
@@ -131,7 +145,7 @@ def _read_file(path: Path) -> Any:
         with path.open("rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the format: the file is read or refused
             # An open file, because for a path torch decides by its name and by its mmap defaults.
-            with torch.serialization.safe_globals([Namespace]):  # of a command's options, which training scripts keep
+            with torch.serialization.safe_globals([Namespace]):  # a command's options, which training scripts save too
                 return torch.load(file, map_location="cpu", mmap=False, weights_only=True)
     except PICKLE_ERRORS as error:
         raise ValueError(
@@ -145,8 +159,10 @@ def _reason(error: Exception) -> str:
     are removed."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     found = re.search(r"(?:GLOBAL|Unsupported class|Unsupported operand)\s+(\S+)", text)
+    if found:
+        return f"it holds {found[1]}"
     lines = text.splitlines()
-    return f"it holds {found[1]}" if found else lines[0] if lines else type(error).__name__
+    return lines[0] if lines else type(error).__name__
 
 
 def _is_held(x: Tensor) -> bool:
@@ -156,7 +172,10 @@ def _is_held(x: Tensor) -> bool:
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f", ... ({len(names)} in all)"
+    return text
 
 
 class _Taken:
@@ -262,21 +281,26 @@ def load_torchscale(
     """
     if architecture not in (*ARCHITECTURES, None):
         raise ValueError(f"architecture={architecture!r}: must be one of {', '.join(ARCHITECTURES)}, or None")
-    pattern, taken = _pattern(segment_lengths, dilation_rates), _Taken(source, prefix)
-    kind = _recognised(taken.tensors) if architecture is None else architecture
+    pattern = _pattern(segment_lengths, dilation_rates)
+    taken = _Taken(source, prefix)
+    if architecture is None:
+        architecture = _recognised(taken.tensors)
+    what = f"torchscale's {architecture}"
+
     options: dict[str, Any] = {"pattern": pattern, "compat": compat, "norm_eps": norm_eps}
-    what = f"torchscale's {kind}"
     model: LongNetAttention | LongNetEncoder | LongNetLM
-    if kind == "attention":
+    if architecture == "attention":
         config = _attention_config(taken, "", num_heads, options)
         _attention(taken, "attention.", "", config)
         model = LongNetAttention.empty(config, backend=backend)
     else:
         config = _stack_config(taken, "", num_heads, options)
-        if kind == "decoder" and config.vocab_size is None:
+        is_decoder = architecture == "decoder"
+        if is_decoder and config.vocab_size is None:
             raise ValueError(f"the checkpoint does not fit {what}: missing: embed_tokens.weight")
-        _stack(taken, "", "", config, output=kind == "decoder")
-        model = (LongNetLM if kind == "decoder" else LongNetEncoder).empty(config, backend=backend)
+        _stack(taken, "", "", config, output=is_decoder)
+        kind = LongNetLM if is_decoder else LongNetEncoder
+        model = kind.empty(config, backend=backend)
     return taken.fill(model, what, surplus)
 
 
@@ -306,12 +330,14 @@ def load_gigapath(
     encoder = _stack_config(taken, "encoder.", num_heads, options)
     dim = encoder.embed_dim
     channels = taken.tensors.get("patch_embed.proj.weight", torch.empty(0, 1)).shape[-1]
+
     _stack(taken, "encoder.", "encoder.", encoder)
     taken.weights["cls"] = taken.take("cls_token", 1, 1, dim).flatten()
     taken.layer("projection", "patch_embed.proj", dim, channels)
     taken.layer("norm", "norm", dim)
     if "pos_embed" in taken.tensors:
         taken.take("pos_embed", 1, slide_ngrids**2 + 1, dim)
+
     config = GigaPathConfig(
         in_chans=channels, slide_ngrids=slide_ngrids, tile_size=tile_size, global_pool=global_pool, encoder=encoder
     )
@@ -344,9 +370,13 @@ def load_longvit(
         raise ValueError(
             f"the checkpoint does not fit LongViT: missing: {_some(missing)}; its names: {_begin(tensors)}"
         )
-    kernel, table = tensors[f"{part}patch_embed.proj.weight"], tensors[f"{part}pos_embed"]
+
+    kernel = tensors[f"{part}patch_embed.proj.weight"]
+    table = tensors[f"{part}pos_embed"]
     side = math.isqrt(table.shape[-2]) if table.dim() == 3 else 0
-    if kernel.dim() != 4 or kernel.shape[2] != kernel.shape[3] or not side or side * side != table.shape[-2]:
+    fits_kernel = kernel.dim() == 4 and kernel.shape[2] == kernel.shape[3]
+    fits_table = side > 0 and side * side == table.shape[-2]
+    if not fits_kernel or not fits_table:
         raise ValueError(
             "the checkpoint does not fit LongViT: of another shape: "
             f"{part}patch_embed.proj.weight {tuple(kernel.shape)}, {part}pos_embed {tuple(table.shape)}"
@@ -357,16 +387,19 @@ def load_longvit(
         if image_size not in SEGMENTS:
             raise ValueError(f"image size {image_size}: not of a released model; give segment_lengths")
         segment_lengths = SEGMENTS[image_size]
+
     options: dict[str, Any] = {"pattern": _pattern(segment_lengths, dilation_rates), "compat": compat}
     encoder = _stack_config(taken, f"{part}encoder.", num_heads, options)
     dim = encoder.embed_dim
     _stack(taken, "encoder.", f"{part}encoder.", encoder)
     taken.layer("patches", f"{part}patch_embed.proj", dim, *kernel.shape[1:])
     taken.weights["positions"] = taken.take(f"{part}pos_embed", 1, side * side, dim)[0]
-    classes = tensors["head.weight"].shape[0] if "head.weight" in tensors else None
-    if classes is not None:
+    classes: int | None = None
+    if "head.weight" in tensors:
+        classes = tensors["head.weight"].shape[0]
         taken.layer("norm", "fc_norm", dim)
         taken.layer("head", "head", classes, dim)
+
     config = LongViTConfig(
         image_size=image_size, patch_size=patch_size, in_chans=in_chans, num_classes=classes, encoder=encoder
     )
@@ -384,16 +417,19 @@ def _begin(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _recognised(tensors: Mapping[str, Tensor]) -> Architecture:
+    def has(beginning: str) -> bool:
+        return any(name.startswith(beginning) for name in tensors)
+
     if "q_proj.weight" in tensors:
         return "attention"
-    halves = {half for name in tensors for half in ("encoder", "decoder") if name.startswith(f"{half}.layers.")}
-    if len(halves) == 2:
+    if has("encoder.layers.") and has("decoder.layers."):
         raise ValueError(
             "the checkpoint is of an encoder-decoder, which is not supported; give the prefix of its encoder's names "
             'to load that half, such as prefix="encoder."'
         )
-    if any(name.startswith("layers.") for name in tensors):
-        return "decoder" if {"embed_tokens.weight", "output_projection.weight"} <= tensors.keys() else "encoder"
+    if has("layers."):
+        is_decoder = "embed_tokens.weight" in tensors and "output_projection.weight" in tensors
+        return "decoder" if is_decoder else "encoder"
     raise ValueError(
         f"the checkpoint is of no LongNet of torchscale: no layers.* and no q_proj.weight; its names: {_begin(tensors)}"
     )
@@ -402,14 +438,16 @@ def _recognised(tensors: Mapping[str, Tensor]) -> Architecture:
 def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
     """Return the configuration that one attention's weights, named `prefix` + ..., imply.
 
-    num_heads: may be None with xPos, whose weights tell it. options: `LongNetConfig` fields that weights do not tell.
+    num_heads: None only with xPos, whose weights tell it. options: the `LongNetConfig` fields that weights do not tell.
     """
-    weight, scale = taken.tensors.get(f"{prefix}q_proj.weight"), taken.tensors.get(f"{prefix}xpos.scale")
+    weight = taken.tensors.get(f"{prefix}q_proj.weight")
+    scale = taken.tensors.get(f"{prefix}xpos.scale")
     if weight is None or weight.dim() != 2:
         raise ValueError(
             f"the checkpoint is of no LongNet of torchscale: no matrix {prefix}q_proj.weight; its names: "
             f"{_begin(taken.tensors)}"
         )
+
     dim = weight.shape[0]
     if scale is not None:
         heads = dim // (2 * len(scale))
@@ -418,6 +456,7 @@ def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options
         num_heads = heads
     if num_heads is None:
         raise ValueError("num_heads: the weights do not tell; give the number of attention heads")
+
     return LongNetConfig(
         vocab_size=None,
         embed_dim=dim,
@@ -433,7 +472,8 @@ def _attention_config(taken: _Taken, prefix: str, num_heads: int | None, options
 def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: dict[str, Any]) -> LongNetConfig:
     """Return the configuration that a stack's weights imply. Arguments are as in `_attention_config`."""
     config = _attention_config(taken, f"{prefix}layers.0.self_attn.", num_heads, options)
-    layers = {int(m[1]) for name in taken.tensors if (m := re.match(re.escape(prefix) + r"layers\.(\d+)\.", name))}
+    of_layer = re.compile(re.escape(prefix) + r"layers\.(\d+)\.")
+    layers = {int(found[1]) for name in taken.tensors if (found := of_layer.match(name))}
     hidden = taken.tensors.get(f"{prefix}layers.0.ffn.fc1.weight", torch.empty(4 * config.embed_dim, 0))
     words = taken.tensors.get(f"{prefix}embed_tokens.weight")
     output = taken.tensors.get(f"{prefix}output_projection.weight")
@@ -456,7 +496,8 @@ def _stack_config(taken: _Taken, prefix: str, num_heads: int | None, options: di
 
 def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> None:
     """Take torchscale's weights named `theirs` + ... as those of a `SelfAttention` named `ours` + ..."""
-    dim, kinds = config.embed_dim, ("q", "k", "v", "out")
+    dim = config.embed_dim
+    kinds = ("q", "k", "v", "out")
     found = {
         "weight": {kind: taken.take(f"{theirs}{kind}_proj.weight", dim, dim) for kind in kinds},
         "bias": {kind: taken.take(f"{theirs}{kind}_proj.bias", dim) for kind in kinds},
@@ -468,7 +509,8 @@ def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> 
         if not scale.is_meta and not torch.allclose(scale.float(), expected, rtol=1e-2):
             raise ValueError(f"{theirs}xpos.scale is not (2i / head_dim + 0.4) / 1.4; got {scale.tolist()}")
         for x in found.values():
-            x["q"], x["k"] = (_halves(x[kind], config.head_dim) for kind in ("q", "k"))
+            x["q"] = _halves(x["q"], config.head_dim)
+            x["k"] = _halves(x["k"], config.head_dim)
     for part, x in found.items():
         taken.weights[f"{ours}input.{part}"] = _cat([x["q"], x["k"], x["v"]])
         taken.weights[f"{ours}output.{part}"] = x["out"]
@@ -478,7 +520,9 @@ def _attention(taken: _Taken, ours: str, theirs: str, config: LongNetConfig) -> 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate weights along the rows. If one is on the meta device, which marks it as missing, so is the result."""
-    return torch.cat([x.to("meta") for x in parts] if any(x.is_meta for x in parts) else list(parts))
+    if any(x.is_meta for x in parts):
+        parts = [x.to("meta") for x in parts]
+    return torch.cat(list(parts))
 
 
 def _halves(x: Tensor, head_dim: int) -> Tensor:
@@ -492,9 +536,11 @@ def _stack(taken: _Taken, ours: str, theirs: str, config: LongNetConfig, *, outp
 
     output: with a vocabulary, take the output projection too, or only accept its name if it is tied to the embedding.
     """
-    dim, width = config.embed_dim, config.mlp_width
+    dim = config.embed_dim
+    width = config.mlp_width
     for i in range(config.num_layers):
-        block, layer = f"{ours}blocks.{i}", f"{theirs}layers.{i}"
+        block = f"{ours}blocks.{i}"
+        layer = f"{theirs}layers.{i}"
         _attention(taken, f"{block}.attention.", f"{layer}.self_attn.", config)
         taken.layer(f"{block}.attention_norm", f"{layer}.self_attn_layer_norm", dim)
         taken.layer(f"{block}.mlp_norm", f"{layer}.final_layer_norm", dim)

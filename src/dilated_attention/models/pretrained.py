@@ -64,13 +64,15 @@ class Pretrained(nn.Module):
                 f"{error}, unlike a model of its configuration. Undo what was added (merge LoRA, remove "
                 "parametrizations and torch.compile of parts), or make a model of a configuration that has it"
             ) from error
-        if pieces := next((name for name, x in state.items() if isinstance(x, DTensor)), None):
+        sharded = [name for name, x in state.items() if isinstance(x, DTensor)]
+        if sharded:
             raise ValueError(
-                f"{type(self).__name__}: {pieces} is a DTensor. Gather the weights (torch.distributed.checkpoint."
+                f"{type(self).__name__}: {sharded[0]} is a DTensor. Gather the weights (torch.distributed.checkpoint."
                 "state_dict.get_model_state_dict with full_state_dict=True), load them into a model of the same "
                 "configuration and save that"
             )
         _require_one_dtype(state, type(self).__name__)
+
         weights, config = (Path(folder) / name for name in FILES)
         storage.write_tensors(weights, state, {"architecture": type(self).__name__, "format": "pt"})
         storage.write_text(config, self.config.to_json())
@@ -94,11 +96,13 @@ class Pretrained(nn.Module):
                     storage.require_whole(path, digests)
             except ValueError as error:
                 raise ValueError(f"{error}; if that was meant, delete {storage.SUMS}") from error
+
         text = storage.read_bytes(config_path)
         try:
             config = cls.configuration.from_json(text.decode())
         except ValueError as error:
             raise ValueError(f"{config_path}: {error}") from error
+
         weights, metadata = storage.read_tensors(weights_path)
         if metadata.get("architecture") != cls.__name__:
             raise ValueError(f"{weights_path}: architecture is {metadata.get('architecture')!r}, not {cls.__name__!r}")
