@@ -68,13 +68,20 @@ class TileAttention:
         for name, place, count in zip(("slide", "layer", "head"), (slide, layer, head), self.heads.shape, strict=False):
             if place is not None and not -count <= place < count:
                 raise ValueError(f"{name}={place} does not exist: there are {count}, counted from 0")
-        tiles, values, title = self.lengths[slide], self.rolled_up[slide], "rolled up over layers"
-        if head is not None:
-            values, title = self.heads[slide, layer, head], f"layer {layer}, head {head}"
-        elif layer is not None:
-            values, title = self.heads[slide, layer].mean(0), f"layer {layer}, mean over heads"
+        if layer is None:
+            values = self.rolled_up[slide]
+            title = "rolled up over layers"
+        elif head is None:
+            values = self.heads[slide, layer].mean(0)
+            title = f"layer {layer}, mean over heads"
+        else:
+            values = self.heads[slide, layer, head]
+            title = f"layer {layer}, head {head}"
+
+        tiles = self.lengths[slide]
         places = self.coords[slide, :tiles].cpu().numpy()
-        return plot_places(places, values[:tiles].float().cpu().numpy() * tiles, self.tile_size, title, ax)
+        relative_to_uniform = values[:tiles].float().cpu().numpy() * tiles
+        return plot_places(places, relative_to_uniform, self.tile_size, title, ax)
 
 
 @torch.no_grad()
@@ -134,12 +141,13 @@ def tile_attention(
     rolled_up = heads.new_zeros(len(counts), tiles.shape[1])
     samples = list(rows.split([count + 1 for count in counts], 1))
     del rows
+
     for slide, count in enumerate(counts):
         embedding = heads.new_zeros(count + 1)
         embedding[1:] = pooled / max(count, 1)
         embedding[0] = not pooled
         flow = embedding
-        # Made before the layers' tensors: what stays between them would keep the heap from using their places again.
+        # Allocated before the layers' tensors: among them, it would keep the heap from reusing their memory.
         lse = heads.new_empty(config.num_layers, config.num_heads, count + 1)
         with tempfile.TemporaryFile() as file:
             layers = _encode(encoder, samples.pop(0), file, lse)
@@ -158,10 +166,15 @@ class _Layer:
     """
 
     def __init__(self, pattern: Dilated, backend: str, file: IO[bytes], lse: Tensor) -> None:
-        self.pattern, self.backend, self.file, self.lse = pattern, backend, file, lse
+        self.pattern = pattern
+        self.backend = backend
+        self.file = file
+        self.lse = lse
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Any = None) -> Tensor:
-        self.dtype, self.shapes, self.start = q.dtype, (q.shape[1:], k.shape[1:]), self.file.tell()
+        self.dtype = q.dtype
+        self.shapes = (q.shape[1:], k.shape[1:])
+        self.start = self.file.tell()
         for x in (q, k):
             for rows in x[0].split(_ROWS):
                 rows.contiguous().view(torch.uint8).cpu().numpy().tofile(self.file)
@@ -182,9 +195,11 @@ class _Layer:
                 read = np.fromfile(self.file, np.uint8, len(rows) * heads * head_dim * self.dtype.itemsize)
                 rows[..., :head_dim] = torch.from_numpy(read).view(self.dtype).view(len(rows), heads, head_dim)
             found.append(whole)
+
         q, k = found
         q *= head_dim**-0.5
-        q[..., head_dim], k[..., head_dim] = -self.lse.T, 1.0
+        q[..., head_dim] = -self.lse.T
+        k[..., head_dim] = 1.0
         return q, k
 
 
@@ -218,10 +233,14 @@ def _sums_of_rows(q: Tensor, k: Tensor, weights: Tensor, pattern: Dilated) -> Te
         q, k: `(tokens, heads, head_dim)`, from `_Layer.read`.
         weights: `(sums, tokens)`.
     """
-    heads, kv_heads = q.shape[1], k.shape[1]
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
     ratio = heads // kv_heads
-    offsets = [[row[head // ratio] for head in range(heads)] for row in pattern.offset_table(kv_heads)]
+    offsets = []
+    for row in pattern.offset_table(kv_heads):
+        offsets.append([row[head // ratio] for head in range(heads)])
     turned = Dilated(pattern.segment_lengths, pattern.dilation_rates, offsets)
+
     values = weights.T[None, :, None].expand(1, -1, heads, -1)
     keys = k.repeat_interleave(ratio, 1)
     with torch.autocast(q.device.type, enabled=False):

@@ -170,8 +170,9 @@ class GigaPathSlideEncoder(Pretrained):
         states, counts = self._states(x, coords, lengths, all_layers, first_only)
         if first_only:
             return self.norm(states[-1][0])
-        embeddings = [self._pool(state, counts, mean) for state in (states[:-1] if all_layers else states)]
-        return torch.stack(embeddings) if all_layers else embeddings[0]
+        if not all_layers:
+            return self._pool(states[0], counts, mean)
+        return torch.stack([self._pool(state, counts, mean) for state in states[:-1]])
 
     def tokens(
         self,
@@ -200,7 +201,9 @@ class GigaPathSlideEncoder(Pretrained):
         rows, counts = self.embed(x, coords, lengths)
         edges = [0, *accumulate([count + 1 for count in counts])]
         states = self.encoder(rows, cu_seqlens=edges, all_layers=all_layers, first_only=first_only)
-        return states if all_layers else [states], counts
+        if not all_layers:
+            states = [states]
+        return states, counts
 
     def embed(
         self, x: Tensor, coords: Tensor, lengths: Sequence[int] | Tensor | None = None
@@ -222,17 +225,26 @@ class GigaPathSlideEncoder(Pretrained):
         warn_of_layout(x)
         if coords.shape != (*x.shape[:2], 2):
             raise ValueError(f"coords must be (batch, tiles, 2) = {(*x.shape[:2], 2)}; got {tuple(coords.shape)}")
-        counts = [x.shape[1]] * len(x) if lengths is None else checked_lengths(lengths, *x.shape[:2])
+
+        counts = [x.shape[1]] * len(x)
+        if lengths is not None:
+            counts = checked_lengths(lengths, *x.shape[:2])
         if all(count == x.shape[1] for count in counts):
-            tiles, points = x.flatten(0, 1), coords.flatten(0, 1)
+            tiles = x.flatten(0, 1)
+            points = coords.flatten(0, 1)
         else:
             kept = within(counts, x.shape[1], x.device)
-            tiles, points = x[kept], coords[kept]
+            tiles = x[kept]
+            points = coords[kept]
+
         places = self._places(points, counts)
         sines = grid_sines(places, config.slide_ngrids, config.encoder.embed_dim, x.dtype)
         rows = self.projection(tiles) + sines  # one call, whose hooks see all tiles
         if counts:
-            rows = torch.cat([part for slide in rows.split(counts) for part in (self.cls[None], slide)])
+            parts = []
+            for slide in rows.split(counts):
+                parts += [self.cls[None], slide]
+            rows = torch.cat(parts)
         return rows[None], counts
 
     def _places(self, points: Tensor, counts: list[int]) -> Tensor:
@@ -245,6 +257,7 @@ class GigaPathSlideEncoder(Pretrained):
         places = torch.div(exact, config.tile_size, rounding_mode="floor")
         if torch.compiler.is_compiling() or points.is_meta:  # no values to check
             return places.long()
+
         wrong = ~((places >= 0) & (places < config.slide_ngrids)).all(-1)
         starts = [0, *accumulate(counts)]
         if wrong.any():
@@ -254,6 +267,7 @@ class GigaPathSlideEncoder(Pretrained):
                 f"coords must be pixels in [0, {config.slide_ngrids * config.tile_size:,}), {config.slide_ngrids} "
                 f"places of {config.tile_size}; got {points[at].tolist()} at slide {slide}, tile {at - starts[slide]}"
             )
+
         number = places.long() @ places.new_tensor([config.slide_ngrids, 1]).long()
         for slide, (start, stop) in enumerate(pairwise(starts)):
             found = len(number[start:stop].unique())
@@ -297,4 +311,6 @@ def _step(points: Tensor) -> int | None:
         return None
     step = int(gaps.min())
     columns, rows = (corners.amax(0) - corners.amin(0)).div(step).add(1).tolist()
-    return step if columns * rows < _PLACES_PER_TILE * len(points) else None
+    if columns * rows >= _PLACES_PER_TILE * len(points):
+        return None
+    return step

@@ -112,12 +112,16 @@ class LongViT(Pretrained):
     def __init__(self, config: LongViTConfig, *, backend: str = "auto") -> None:
         super().__init__()
         self.config = config
-        dim, side = config.encoder.embed_dim, config.image_size // config.patch_size
+        dim = config.encoder.embed_dim
+        side = config.image_size // config.patch_size
         self.patches = nn.Conv2d(config.in_chans, dim, config.patch_size, config.patch_size)
         self.positions = nn.Parameter(torch.empty(side * side, dim))
         self.encoder = LongNetEncoder(config.encoder, backend=backend)
-        self.norm = None if config.num_classes is None else nn.LayerNorm(dim, config.norm_eps)
-        self.head = None if config.num_classes is None else nn.Linear(dim, config.num_classes)
+        self.norm: nn.LayerNorm | None = None
+        self.head: nn.Linear | None = None
+        if config.num_classes is not None:
+            self.norm = nn.LayerNorm(dim, config.norm_eps)
+            self.head = nn.Linear(dim, config.num_classes)
         self._draw()
 
     def _draw(self) -> None:
@@ -147,7 +151,9 @@ class LongViT(Pretrained):
         if self.head is None:
             return x
         pooled = x.mean(1)
-        return self.head(pooled if self.norm is None else self.norm(pooled))
+        if self.norm is not None:  # None if the head was put on later
+            pooled = self.norm(pooled)
+        return self.head(pooled)
 
     def _positions(self, rows: int, columns: int) -> Tensor:
         side = math.isqrt(len(self.positions))
