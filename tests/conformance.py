@@ -55,11 +55,13 @@ def problem(
     hidden: Tensor | None = None,
     attributes: Attributes | None = None,
     layouts: dict[int, BlockLayout] | None = None,
+    lengths: Tensor | None = None,
 ) -> Problem:
     """Return the problem of a plan, made causal on request. `hidden`: `(batch, keys)`, in place of attributes."""
     if attributes is None:
         attributes = Attributes({}, {} if hidden is None else {"hidden": hidden[:, :, None]})
-    return Problem(causal(plan) if is_causal else plan, Scores(scale, softcap, dropout_p), attributes, layouts)
+    plan = causal(plan) if is_causal else plan
+    return Problem(plan, Scores(scale, softcap, dropout_p), attributes, layouts, lengths)
 
 
 def band_of(group: StridedGroup) -> Tensor:
