@@ -140,8 +140,8 @@ class _Tile:
         return self._view(x, rows, self.k_heads[:1], 1, 1).unsqueeze(-2)
 
     def pairs(self, attributes: Attributes, group: StridedGroup, k: Tensor) -> Pairs | None:
-        """Return the hash words of this tile's queries and keys in `group`; None without dropout. Those of keys are
-        expanded to the batch, tokens and heads of `k`."""
+        """Return the hash words of this tile's queries and keys in `group`; None without dropout. The words of keys
+        are expanded to the batch, tokens and heads of `k`."""
         if "words" not in attributes.queries:
             return None
         keys = attributes.keys["words"].expand(k.shape[:3])
@@ -347,7 +347,7 @@ class _Whole:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor that tiles view: q, k, v, the bias of the key mask, and the attributes of queries.
 
-        Those of keys are views or expanded like k.
+        The attributes of keys are expanded like k.
         """
         found = [self.q, self.k, self.v, *self.problem.attributes.queries.values()]
         if self.bias is not None:
