@@ -78,14 +78,18 @@ def shares(x: Sample, seen: Tensor, columns: int) -> Iterator[tuple[slice, Tenso
 
 def _shares(x: Sample, at: slice, seen: Tensor, columns: int, most: int) -> Tensor:
     """Return `shares` of the rows (query blocks) `at`, by tensor operations; no row may see more than `most` keys."""
-    parts, peaks = x.weight.shape[1], x.peaks
-    dtype, reached = torch.promote_types(x.query.dtype, torch.float32), -(-most // peaks)
+    parts = x.weight.shape[1]
+    peaks = x.peaks
+    reached = -(-most // peaks)
+    dtype = torch.promote_types(x.query.dtype, torch.float32)
+
     query = x.query[:, at.start * parts : at.stop * parts].to(dtype) * x.scale
     query = query.unflatten(2, (x.key.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     # peaks before columns, so that the sum over a block's keys runs over whole vectors
     key = x.key[:, : reached * peaks].to(dtype)
     key = F.pad(key, (0, 0, 0, 0, 0, reached * peaks - key.shape[1]))
     key = key.unflatten(1, (reached, peaks)).permute(0, 3, 2, 1, 4).flatten(2, 3)
+
     logits = (query @ key.mT).view(len(query), -1, at.stop - at.start, parts, peaks, reached)
     if x.logarithm is not None:
         logits += x.logarithm[:reached].T
@@ -106,7 +110,9 @@ def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: i
             last column pad short lists and are never seen.
     """
     batch, heads, _, number = listed.shape
-    parts, peaks, kv_heads = x.weight.shape[1], x.peaks, x.key.shape[2]
+    parts = x.weight.shape[1]
+    peaks = x.peaks
+    kv_heads = x.key.shape[2]
     if is_compiled(x.query, x.key):
         seen = (choices[at, None] * peaks).expand(-1, parts)
         yield at, compiled.shares(
@@ -114,10 +120,12 @@ def listed_shares(x: Sample, choices: Tensor, listed: Tensor, at: slice, tile: i
             logarithm=x.logarithm, scale=x.scale, listed=listed, tile=tile,
         )  # fmt: skip
         return
+
     columns = x.key.shape[1] // peaks
     batches = torch.arange(batch, device=listed.device)[:, None, None, None]
     kv_head = torch.arange(heads, device=listed.device)[:, None, None] // (heads // kv_heads)
-    key, query = x.key.unflatten(1, (columns, peaks)), x.query.unflatten(1, (-1, parts))
+    key = x.key.unflatten(1, (columns, peaks))
+    query = x.query.unflatten(1, (-1, parts))
     step = max(1, ranking.CHUNK // (batch * heads * number * peaks * max(x.key.shape[3], tile * parts)))
     for start in range(at.start, at.stop, step * tile):
         stop = min(start + step * tile, at.stop)
@@ -139,7 +147,9 @@ def pieces(seen: Tensor, most: int, first: int = 0) -> Iterator[tuple[slice, int
     rows sees (at least 1). `seen`: how many each row sees, not decreasing; where it grows, a slice has at most an
     eighth of all rows."""
     rows = len(seen)
-    step = most if not rows or int(seen.min()) == int(seen[-1].max()) else min(most, -(-rows // 8))
+    step = most
+    if rows and int(seen.min()) != int(seen[-1].max()):
+        step = min(most, -(-rows // 8))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         yield slice(first + start, first + stop), max(1, int(seen[stop - 1].max()))
@@ -161,14 +171,14 @@ def pooled(q: Tensor, k: Tensor, grid: Candidates) -> Sample:
     query, weight = pooled_queries(q, grid)
     # The peaks of a key block score highest along its direction, the mean query of each KV head. When causal, it is the
     # mean over the query blocks up to the first one that may choose the key block. (B, columns or 1, kv_heads, D)
-    rows = (
-        ((weight * grid.scale)[:, None] @ query.flatten(3)).view(len(q), grid.rows, k.shape[2], -1, k.shape[3]).mean(3)
-    )
+    means = (weight * grid.scale)[:, None] @ query.flatten(3)
+    rows = means.view(len(q), grid.rows, k.shape[2], -1, k.shape[3]).mean(3)
     if grid.is_causal:
         so_far = rows.cumsum(1) / torch.arange(1, grid.rows + 1, device=grid.device)[:, None, None]
         direction = so_far[:, grid.first_chooser]
     else:
         direction = rows.mean(1, keepdim=True)
+
     number = min(KEY_PEAKS, grid.k_block)
     logarithm = grid.once("logarithm", lambda grid: peak_counts(grid, number).log())
     key, *_ = block_peaks(k, direction, grid.k_block, number)
@@ -188,7 +198,9 @@ def pooled_queries(q: Tensor, grid: Candidates) -> tuple[Tensor, Tensor]:
     query, size = part_means(q, grid, grid.q_block, QUERY_PARTS, before=grid.is_causal)
 
     def weights(grid: Candidates) -> Tensor:
-        share = size.clamp(max=1) if grid.is_causal else size  # parts count equally
+        share = size
+        if grid.is_causal:  # parts count equally
+            share = size.clamp(max=1)
         return share.to(grid.dtype) / share.sum(-1, keepdim=True)
 
     return query.to(grid.dtype), grid.once("part weights", weights)
@@ -207,13 +219,15 @@ def block_peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[
     """
     if is_compiled(k):
         return compiled.peaks(k, direction.float(), block, number)
-    blocks, kv_heads = in_blocks(k, block), k.shape[2]
+    blocks = in_blocks(k, block)
     score = along(blocks, direction.to(k.dtype)).to(direction.dtype)  # (B, columns, heads, block)
     token = torch.arange(blocks.shape[1] * block, device=k.device).view(-1, 1, block)
     score, at = score.masked_fill_(token >= k.shape[1], -math.inf).topk(number, dim=-1)
-    group = score.shape[2] // kv_heads
+
+    group = score.shape[2] // k.shape[2]
+    batch = torch.arange(len(k), device=k.device)[:, None, None, None]
+    column = torch.arange(len(token), device=k.device)[:, None, None]
     head = torch.arange(score.shape[2], device=k.device)[:, None] // group
-    batch, column = (torch.arange(n, device=k.device).view(-1, *[1] * d) for n, d in ((len(k), 3), (len(token), 2)))
     best = blocks[batch, column, at, head].transpose(2, 3).to(direction.dtype)
     rest = blocks.sum(2, dtype=direction.dtype).repeat_interleave(group, 2) - best.sum(2)
     others = (token[:, 0] < k.shape[1]).sum(-1).sub_(number).clamp_(min=1)
@@ -229,11 +243,16 @@ def part_means(x: Tensor, grid: Candidates, block: int, parts: int, before: bool
         return compiled.means(x, starts.flatten(), stops.flatten()).unflatten(1, size.shape), size
     part = torch.arange(block, device=x.device) * parts // block
     member = (part == torch.arange(parts, device=x.device)[:, None]).to(grid.dtype)
-    rows = in_blocks(x[:, 1 : 1 + (len(size) - 1) * block] if before else x, block).flatten(3)
+    tokens = x
+    if before:  # the first block has none
+        tokens = x[:, 1 : 1 + (len(size) - 1) * block]
+    rows = in_blocks(tokens, block).flatten(3)
     # weights before sums, which half precision could not hold
     weight = (member / size[int(before) :, :parts, None].clamp(min=1)).to(x.dtype)
     means = F.pad(weight @ rows, (0, 0, 0, 0, int(before), 0)).unflatten(3, x.shape[2:])
-    return torch.cat([means, x[:, ::block, None]], 2) if before else means, size
+    if before:
+        means = torch.cat([means, x[:, ::block, None]], 2)
+    return means, size
 
 
 def _parts(grid: Candidates, block: int, parts: int, before: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,9 +264,11 @@ def _parts(grid: Candidates, block: int, parts: int, before: bool) -> tuple[Tens
         edges[0] = 0
     else:
         edges.clamp_(max=grid.seq_len)
-    starts, stops = edges[:, :-1], edges[:, 1:]
-    if before:
-        starts, stops = torch.cat([starts, first], 1), torch.cat([stops, first + 1], 1)
+    starts = edges[:, :-1]
+    stops = edges[:, 1:]
+    if before:  # the first token alone is one more part
+        starts = torch.cat([starts, first], 1)
+        stops = torch.cat([stops, first + 1], 1)
     return starts, stops, stops - starts
 
 
@@ -269,14 +290,17 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
     whole."""
     blocks = -(-x.shape[1] // block)
     more = blocks * block - x.shape[1]
-    return (F.pad(x, (0, 0, 0, 0, 0, more)) if more else x).unflatten(1, (blocks, block))
+    if more:
+        x = F.pad(x, (0, 0, 0, 0, 0, more))
+    return x.unflatten(1, (blocks, block))
 
 
 def along(blocks: Tensor, direction: Tensor) -> Tensor:
     """Return the dot products of keys with directions: blocks (B, blocks, block, kv_heads, D) and direction (B, blocks
     or 1, heads, D) give (B, blocks, heads, block). A single product with a block-diagonal matrix reads the keys in
     place, where one product per head would copy them. The many tokens form the wide side of the result."""
-    kv_heads, heads = blocks.shape[3], direction.shape[2]
+    kv_heads = blocks.shape[3]
+    heads = direction.shape[2]
     diagonal = direction.new_zeros(*direction.shape[:3], kv_heads, direction.shape[3])
     head = torch.arange(heads, device=direction.device)
     diagonal[:, :, head, head // (heads // kv_heads)] = direction

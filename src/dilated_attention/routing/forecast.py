@@ -54,26 +54,34 @@ class Forecast:
     def __call__(self, at: slice, share: Tensor, counts: Tensor) -> Tensor:
         """Return the forecast shares of the rows (query blocks) `at`, and update the weights. `share`, (B, H, rows,
         columns): their estimates, may be overwritten. `counts`, (…, rows): how many blocks each row will list."""
-        grid, counts = self.grid, counts.expand(share.shape[:3])
+        grid = self.grid
+        counts = counts.expand(share.shape[:3])
         if is_compiled(share, self.seen):
             share = share.contiguous()
             compiled.forecast(share, self.seen, self.sampled, counts, grid.bounds, at, self.held, FORECAST_RATE)
             return share
+
         known = torch.searchsorted(self.sampled, torch.arange(at.start, at.stop, device=grid.device))
         moved = F.pad(share, (1, -1)).masked_fill_(~grid.allowed[at], 0.0)
         forecasts = torch.stack([share, moved, self._turned(self.distant[:, :, known], grid.allowed[at])])
+
         # what the lists of each would have held of the tokens seen inside these rows
-        first, last = int(known[0]), int(torch.searchsorted(self.sampled, at.stop))
+        first = int(known[0])
+        last = int(torch.searchsorted(self.sampled, at.stop))
         rows = self.sampled[first:last]
         inside = rows - at.start
         order = ranked(forecasts[..., inside, :], grid.allowed[rows], grid.always[rows])
         counts = counts[..., inside]
-        _, lists = stable_topk(order, int(counts.max()) if len(inside) else 0)
+        most = 0
+        if len(inside):
+            most = int(counts.max())
+        _, lists = stable_topk(order, most)
         listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
         seen = self.seen[:, :, first:last].expand(3, -1, -1, -1, -1)
         held = (seen.gather(-1, lists) * listed).sum(-1)
         held = torch.cat([self.held.movedim(-1, 0)[..., None], held], -1).cumsum(-1)  # before the first, after it, ...
         self.held = held[..., -1].movedim(0, -1)
+
         weight = (FORECAST_RATE * held).softmax(0)[..., known - first]  # (3, B, H, rows)
         weight /= forecasts.sum(-1).clamp_(min=torch.finfo(share.dtype).tiny)
         return (forecasts * weight[..., None]).sum(0)
@@ -106,7 +114,8 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
     batch, _, heads, _ = q.shape
     stride = math.gcd(FORECAST_STRIDE, grid.k_block)
     tokens, seen, weight, logarithm = grid.once(("tokens", tuple(sampled)), lambda grid: _tokens(grid, sampled, stride))
-    query, peaks = q.index_select(1, tokens.flatten()), grid.k_block // stride
+    query = q.index_select(1, tokens.flatten())
+    peaks = grid.k_block // stride
     if is_compiled(q, k):
         return compiled.shares(
             query, k[:, ::stride], weight, seen, grid.columns, peaks, logarithm=logarithm, scale=grid.scale,
@@ -123,7 +132,7 @@ def sampled_shares(q: Tensor, k: Tensor, sampled: Sequence[int], grid: Candidate
 
 
 def _sampled(grid: Candidates) -> tuple[list[int], Tensor, Tensor]:
-    """Return the sampled query blocks, twice, and which key blocks each may choose."""
+    """Return the sampled query blocks, as a list and as a tensor, and which key blocks each may choose."""
     numbers = [i for i in range(1, grid.rows - 1) if i % max(1, 2 ** (i.bit_length() - 1) // FORECAST_ROWS) == 0]
     sampled = torch.tensor(numbers, dtype=torch.long, device=grid.device)
     return numbers, sampled, torch.arange(grid.columns, device=grid.device) < grid.choices[sampled, None]

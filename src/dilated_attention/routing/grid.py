@@ -65,15 +65,19 @@ class Candidates(BlockGrid):
 
     def once(self, key: Hashable, make: Callable[[Candidates], Any]) -> Any:
         """Return `make(self)`, computed in the first call with this key. Nobody may write to it."""
-        if (found := self.made.get(key)) is None:
+        found = self.made.get(key)
+        if found is None:
             if len(self.made) >= 32:  # a schedule has many
                 self.made.clear()
-            found = self.made[key] = make(self)
+            found = make(self)
+            self.made[key] = found
         return found
 
     def by_list(self, share: Tensor) -> Tensor:
         """Return the shares (B, H, rows, columns) of heads as those of lists: the mean over the heads of a list."""
-        return share if self.kv_heads is None else share.unflatten(1, (self.kv_heads, -1)).mean(2)
+        if self.kv_heads is None:
+            return share
+        return share.unflatten(1, (self.kv_heads, -1)).mean(2)
 
     @derived
     def first_query(self) -> Tensor:
@@ -83,15 +87,19 @@ class Candidates(BlockGrid):
     @derived
     def always(self) -> Tensor:
         """Booleans `(rows, columns)`: with `keep_diagonal`, the key blocks that the query block's tokens lie in."""
-        column, (starts, stops, _) = torch.arange(self.columns, device=self.device), self.bounds
+        starts, stops, _ = self.bounds
+        column = torch.arange(self.columns, device=self.device)
         return (column >= starts[:, None]) & (column < stops[:, None])
 
     @derived
     def bounds(self) -> compiled.Rows:
         """The run [starts, stops) of key blocks that each query block always lists, and how many it may choose from."""
-        last_query = (self.first_query + self.q_block).clamp(max=self.seq_len) - 1
-        starts, stops = self.first_query // self.k_block, last_query // self.k_block + 1
-        return compiled.Rows(starts, stops if self.keep_diagonal else starts, self.choices)
+        starts = self.first_query // self.k_block
+        stops = starts
+        if self.keep_diagonal:
+            last_query = (self.first_query + self.q_block).clamp(max=self.seq_len) - 1
+            stops = last_query // self.k_block + 1
+        return compiled.Rows(starts, stops, self.choices)
 
     @derived
     def choices(self) -> Tensor:
@@ -124,7 +132,10 @@ class Candidates(BlockGrid):
         those always listed. When causal, a partial last query block keeps as many as a whole one, minus those that only
         the whole one would see, so that its choice among earlier blocks does not depend on how many tokens follow."""
         visible = self.visible()
-        whole = (self.queries()[0][:, 0] + self.q_block - 1) // self.k_block + 1 if self.is_causal else visible
+        whole = visible
+        if self.is_causal:
+            first_query = self.queries()[0][:, 0]
+            whole = (first_query + self.q_block - 1) // self.k_block + 1
         present = (whole.double() * density).round().long().clamp(min=self.floor) - (whole - visible)
         least = self.bounds.stops - self.bounds.starts
         return present.to(self.device).maximum(least).minimum(visible.to(self.device))
@@ -135,7 +146,8 @@ class Candidates(BlockGrid):
         rows: (at, shares (B, H, some rows, columns), counts (some rows,) or (B, H, some rows)) for consecutive slices
         `at` of the query blocks, until all are done. Blocks always listed come first, whatever their share.
         """
-        every, lists = [], []
+        every = []  # the counts of each slice
+        lists = []
         for at, share, counts in rows:
             counts = counts.expand(share.shape[:3])
             if is_compiled(share):
@@ -151,7 +163,9 @@ class Candidates(BlockGrid):
             lists.append(indices)
         if len(lists) > 1:  # they come slice by slice, and go head by head
             parts = [x.split(n.sum(-1).flatten().tolist()) for x, n in zip(lists, every, strict=True)]
-            lists = [x for head in zip(*parts, strict=True) for x in head]
+            lists = []
+            for head in zip(*parts, strict=True):
+                lists.extend(head)
         return BlockLayout._of(self, (torch.cat(every, 2), torch.cat(lists)))
 
 
@@ -180,7 +194,8 @@ def candidates(
     floor = checks.integer("floor", floor, 0)
     checks.number("scale", scale)
     grid = BlockGrid.of(q.shape[1], block_size, is_causal)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[3] ** -0.5
     dtype = torch.promote_types(q.dtype, torch.float32)
     fields = (
         grid.seq_len, grid.q_block, grid.k_block, is_causal, keep_diagonal, floor, scale, dtype, q.device,

@@ -21,7 +21,7 @@ from dilated_attention.routing.operator import selector
 from dilated_attention.routing.selectors import largest_shares
 
 LSH_QUERIES = 16  # queries of a block that are hashed to estimate shares
-LSH_KEYS = 15  # and keys, those with the largest weights
+LSH_KEYS = 15  # keys of a block that are hashed for it: those with the largest weights
 NO_KEYS = 1e-30  # added to the weight in a bucket: a query alone there hits none
 WEIGHT_ALONE = 0.3  # factor of the share by weights alone; 0 and 1 hold less of MiniLM
 
@@ -68,20 +68,25 @@ def lsh_blocks(
     grid = candidates(
         q, k, block_size=block_size, is_causal=is_causal, scale=scale, keep_diagonal=keep_diagonal, floor=floor
     )
-    num_hashes, num_bits = checks.positive("num_hashes", num_hashes), checks.integer("num_bits", num_bits, 1, 16)
+    num_hashes = checks.positive("num_hashes", num_hashes)
+    num_bits = checks.integer("num_bits", num_bits, 1, 16)
     seed = checks.integer("seed", seed)
     planes = partial(_planes, head_dim=q.shape[3], number=num_hashes * num_bits, seed=seed)
     hashes = _Hashes(grid.once(("planes", q.shape[3], num_hashes * num_bits, seed), planes), num_bits)
-    queries, centre_q, real = _queries(q, grid, 1 if density is None else max(1, grid.q_block // LSH_QUERIES))
+
     if density is not None:
+        queries, centre_q, real = _queries(q, grid, max(1, grid.q_block // LSH_QUERIES))
         each = real / (real.sum(-1, keepdim=True).clamp(min=1) * num_hashes)
         met = hashes.weights(queries, centre_q, each)
         none = met.new_zeros(*met.shape[:2], grid.rows - met.shape[2], grid.columns)
         return largest_shares(q, k, density, grid, _behind(none, _shares(met, centre_q, k, hashes, grid)))
+
+    queries, centre_q, real = _queries(q, grid, 1)
     met = hashes.weights(queries, centre_q, real)  # (B, H, rows, hashes * buckets); when causal without row 0
+    met = F.pad(met, (0, 0, int(is_causal), 0))
     means, sizes = part_means(k, grid, grid.k_block, 1)
     centre = _mean_so_far(means[:, :, 0], sizes[:, 0], is_causal).to(grid.dtype)
-    met, keys = F.pad(met, (0, 0, int(is_causal), 0)), in_blocks(k, grid.k_block)
+    keys = in_blocks(k, grid.k_block)
     token = torch.arange(keys.shape[1] * grid.k_block, device=grid.device).view(1, -1, 1, grid.k_block)
     real = (token < grid.seq_len).to(grid.dtype)
     held = hashes.weights(keys, centre, real).repeat_interleave(q.shape[2] // k.shape[2], 1).mT
@@ -89,7 +94,7 @@ def lsh_blocks(
     def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
         for at in ranking.slices(0, grid.rows, len(q) * q.shape[2] * grid.columns):
             collisions = (met[:, :, at] @ held).clamp_(max=1)
-            active = (collisions > 0) & grid.allowed[at] | grid.always[at]
+            active = ((collisions > 0) & grid.allowed[at]) | grid.always[at]
             yield at, collisions, torch.maximum(active.sum(-1), grid.least()[at])
 
     return grid.layout_of(rows())
@@ -97,10 +102,13 @@ def lsh_blocks(
 
 def _behind(none: Tensor, found: Iterable[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of rows with their shares, first those of `none`, (B, H, rows, columns)."""
-    stop, skipped = 0, none.shape[2]
+    skipped = none.shape[2]
+    stop = 0
     for at, share in found:
-        share = torch.cat([none, share], 2) if skipped and not at.start else share
-        start, stop = stop, at.stop + skipped
+        if skipped and not at.start:
+            share = torch.cat([none, share], 2)
+        start = stop
+        stop = at.stop + skipped
         yield slice(start, stop), share
     if not stop:
         yield slice(0, skipped), none
@@ -110,8 +118,11 @@ def _queries(q: Tensor, grid: Candidates, step: int) -> tuple[Tensor, Tensor, Te
     """Return every `step`-th query of each query block, (B, blocks, T, H, D); their means so far, (B, blocks or 1, H,
     D); and 1 for each that exists, else 0, (1, blocks, 1, T). When causal, the q_block queries that end at a block's
     first query replace the block, and block 0 is left out."""
-    stop = (grid.rows - 1) * grid.q_block if grid.is_causal else grid.seq_len
-    blocks = in_blocks(q[:, 1 : 1 + stop] if grid.is_causal else q, grid.q_block)[:, :, step // 2 :: step]
+    stop = grid.seq_len
+    if grid.is_causal:
+        stop = (grid.rows - 1) * grid.q_block
+        q = q[:, 1 : 1 + stop]
+    blocks = in_blocks(q, grid.q_block)[:, :, step // 2 :: step]
     token = torch.arange(blocks.shape[1] * grid.q_block, device=grid.device).view(-1, grid.q_block)
     real = (token[:, step // 2 :: step] < stop).to(grid.dtype)
     size = real.sum(-1).clamp(min=1)
@@ -142,7 +153,8 @@ def _shares(
         centre_q: q̄, which is subtracted from queries before hashing, (B, 1, H, D); when causal, one per row instead of
             1.
     """
-    skip, chooser = int(grid.is_causal), centre_q
+    skip = int(grid.is_causal)
+    chooser = centre_q
     if skip:
         chooser = F.pad(centre_q, (0, 0, 0, 0, 1, 0))[:, grid.first_chooser]
     number = min(LSH_KEYS, grid.k_block)
@@ -156,8 +168,10 @@ def _shares(
     held = hashes.weights(keys, _mean_so_far(means, size[:, 0], grid.is_causal), weight)
     peak = peak - grid.scale * (means * chooser).sum(-1, keepdim=True)
     peak, columns = (x.permute(0, 2, 3, 1).flatten(0, 1) for x in (peak, means))
+
     for rows in ranking.slices(0, met.shape[2], len(k) * met.shape[1] * grid.columns):
-        at, met_here = slice(rows.start + skip, rows.stop + skip), met[:, :, rows]
+        at = slice(rows.start + skip, rows.stop + skip)
+        met_here = met[:, :, rows]
         centre = centre_q[:, rows] if skip else centre_q  # not causal: one row for all
         logits = torch.baddbmm(peak, centre.transpose(1, 2).flatten(0, 1), columns, alpha=grid.scale)
         logits = logits.unflatten(0, met.shape[:2])
@@ -186,8 +200,9 @@ def _mean_so_far(means: Tensor, size: Tensor, is_causal: bool) -> Tensor:
     causal, for each block the plain mean of all means so far, (B, blocks, H, D). float16 could not count beyond
     65,504."""
     dtype = torch.promote_types(means.dtype, torch.float32)
-    means, size = means.to(dtype), size.to(dtype)
+    means = means.to(dtype)
     if not is_causal:
+        size = size.to(dtype)
         weight = size / size.sum()
         return (means * weight[:, None, None]).sum(1, keepdim=True)
     return means.cumsum(1) / torch.arange(1, means.shape[1] + 1, device=means.device)[:, None, None]
@@ -210,8 +225,10 @@ class _Hashes(NamedTuple):
         planes, num_bits = self
         batch, blocks, tokens, heads, _ = x.shape
         weight = weight.expand(batch, blocks, heads, tokens)
-        if is_compiled(flat := x.flatten(1, 2)):
+        flat = x.flatten(1, 2)
+        if is_compiled(flat):
             return compiled.buckets(flat, centre, planes, weight, num_bits)
+
         signs = ((x.to(planes.dtype) - centre[:, :, None]) @ planes).gt_(0)
         power = 2.0 ** torch.arange(num_bits, device=planes.device, dtype=planes.dtype)
         code = (signs.unflatten(-1, (-1, num_bits)) @ power).long().transpose(2, 3)  # (B, blocks, H, T, hashes)

@@ -66,13 +66,14 @@ class Indexer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        embed_dim, num_heads = checks.positive("embed_dim", embed_dim), checks.positive("num_heads", num_heads)
-        head_dim, top_k = checks.positive("head_dim", head_dim), checks.positive("top_k", top_k)
-        self.num_heads, self.head_dim, self.top_k = num_heads, head_dim, top_k
+        embed_dim = checks.positive("embed_dim", embed_dim)
+        self.num_heads = checks.positive("num_heads", num_heads)
+        self.head_dim = checks.positive("head_dim", head_dim)
+        self.top_k = checks.positive("top_k", top_k)
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
-        self.query = nn.Linear(embed_dim, num_heads * head_dim, **factory)
-        self.key = nn.Linear(embed_dim, head_dim, **factory)
-        self.weight = nn.Linear(embed_dim, num_heads, **factory)
+        self.query = nn.Linear(embed_dim, self.num_heads * self.head_dim, **factory)
+        self.key = nn.Linear(embed_dim, self.head_dim, **factory)
+        self.weight = nn.Linear(embed_dim, self.num_heads, **factory)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, top_k={self.top_k}"
@@ -113,17 +114,21 @@ class Indexer(nn.Module):
         """
         self._check(x)
         seq_len = x.shape[1]
-        new = seq_len if new is None else checks.integer("new", new, 0, seq_len)
+        if new is None:
+            new = seq_len
+        else:
+            new = checks.integer("new", new, 0, seq_len)
+        first_query = seq_len - new
         sample, edges = _samples(x, lengths, cu_seqlens, key_padding_mask)
         x = x.masked_fill((sample < 0)[..., None], 0.0)
         width = min(self.top_k, seq_len)
         chosen = [torch.empty(x.shape[0], 0, width, dtype=torch.int64, device=x.device)]
-        for first, at in _parts(x, seq_len - new, edges, self.num_heads):
+        for first, at in _parts(x, first_query, edges, self.num_heads):
             index = self._index(x, first, at, sample)
             index = F.pad(index, (first, seq_len - at.stop), value=-torch.inf)
             values, indices = stable_topk(index, width)
             chosen.append(indices.masked_fill(values == -torch.inf, -1))
-        return torch.cat(chosen, 1).masked_fill((sample[:, seq_len - new :] < 0)[..., None], -1)
+        return torch.cat(chosen, 1).masked_fill((sample[:, first_query:] < 0)[..., None], -1)
 
     def loss(
         self,
@@ -147,7 +152,7 @@ class Indexer(nn.Module):
         self._check(x)
         checks.tensors(q, k, k, placed=True)
         checks.number("scale", scale)
-        if not q.shape[:2] == k.shape[:2] == x.shape[:2]:
+        if q.shape[:2] != x.shape[:2] or k.shape[:2] != x.shape[:2]:
             raise ValueError(
                 f"q and k must have the batch and seq of x, {tuple(x.shape)}; got {tuple(q.shape)} and {tuple(k.shape)}"
             )
@@ -157,12 +162,16 @@ class Indexer(nn.Module):
         hidden = sample < 0
         x = x.detach().masked_fill(hidden[..., None], 0.0)
         q, k = (y.detach().masked_fill(hidden[..., None, None], 0.0) for y in (q, k))
-        scale = q.shape[3] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = q.shape[3] ** -0.5
+
         part = partial(self._divergence, x, q, k, scale, sample)
-        parts = [
-            checkpoint(part, *at, use_reentrant=False) if torch.is_grad_enabled() else part(*at)
-            for at in _parts(x, 0, edges, max(q.shape[2], self.num_heads))
-        ]
+        parts = []
+        for first, at in _parts(x, 0, edges, max(q.shape[2], self.num_heads)):
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(part, first, at, use_reentrant=False))
+            else:
+                parts.append(part(first, at))
         return torch.stack(parts).sum() / (~hidden).expand(x.shape[:2]).sum().clamp(min=1)
 
     def _check(self, x: Tensor) -> None:
@@ -188,7 +197,8 @@ class Indexer(nn.Module):
         -inf where s > t or s is of another sample. `sample` is from `_samples`."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
-        key, weight = self.key(x[:, first : at.stop]).to(dtype), self.weight(x[:, at]).to(dtype)
+        key = self.key(x[:, first : at.stop]).to(dtype)
+        weight = self.weight(x[:, at]).to(dtype)
         with without_autocast(x):
             score = (query.transpose(1, 2) @ key.mT[:, None]).relu()
             index = torch.einsum("bjqs,bqj->bqs", score, weight) * self.head_dim**-0.5

@@ -60,12 +60,15 @@ class LearnedRouter(nn.Module):
         super().__init__()
         check_share("density", density)
         block_pair(block_size)
-        head_dim, rank = checks.positive("head_dim", head_dim), checks.positive("rank", rank)
+        head_dim = checks.positive("head_dim", head_dim)
+        rank = checks.positive("rank", rank)
         checks.boolean("is_causal", is_causal)
         num_heads, num_kv_heads = checks.kv_heads(num_heads, num_kv_heads)
-        self.density, self.floor = density, checks.integer("floor", floor, 0)
+        self.density = density
+        self.floor = checks.integer("floor", floor, 0)
         self.temperature = checks.positive_number("temperature", temperature)
-        self.block_size, self.is_causal = block_size, is_causal
+        self.block_size = block_size
+        self.is_causal = is_causal
         self.query_map = nn.Parameter(torch.empty(num_heads, head_dim, rank))
         self.key_map = nn.Parameter(torch.empty(num_kv_heads, 3 * head_dim, rank))
         self.reset_parameters()
@@ -113,14 +116,16 @@ class LearnedRouter(nn.Module):
         bias = self.log_gates(q, k)[..., (token // q_block)[:, None], token // k_block]
         if self.is_causal:
             bias = bias.masked_fill(token > token[:, None], -math.inf)
-        scale = q.shape[3] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = q.shape[3] ** -0.5
         key, value = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         probability = (scale * torch.einsum("bihd,bjhd->bhij", q, key) + bias.to(q.dtype)).softmax(-1)
         return torch.einsum("bhij,bjhd->bihd", probability, value)
 
     def _grid(self, q: Tensor, k: Tensor) -> Candidates:
         grid = candidates(q, k, block_size=self.block_size, is_causal=self.is_causal, floor=self.floor)
-        heads, kv_heads = self.query_map.shape[0], self.key_map.shape[0]
+        heads = self.query_map.shape[0]
+        kv_heads = self.key_map.shape[0]
         if (q.shape[2], k.shape[2]) != (heads, kv_heads):
             raise ValueError(
                 f"the router has {heads} heads and {kv_heads} KV heads, got q with {q.shape[2]} and k with {k.shape[2]}"
@@ -144,11 +149,13 @@ def _threshold(x: Tensor, free: Tensor, wanted: Tensor) -> Tensor:
     """Return τ (…, rows, 1) such that a row's (query block's) sigmoid(x - τ), summed over its `free` entries (bool), is
     `wanted` (rows,); differentiable in x, which is 0 at other entries."""
     with torch.no_grad():
-        low, high = x.amin(-1, keepdim=True) - 40, x.amax(-1, keepdim=True) + 40
+        low = x.amin(-1, keepdim=True) - 40
+        high = x.amax(-1, keepdim=True) + 40
         for _ in range(64):
             middle = (low + high) / 2
             many = ((x - middle).sigmoid() * free).sum(-1, keepdim=True) > wanted[:, None]
-            low, high = torch.where(many, middle, low), torch.where(many, high, middle)
+            low = torch.where(many, middle, low)
+            high = torch.where(many, high, middle)
         root = (low + high) / 2
     gate = (x - root).sigmoid() * free
     slope = (gate * (1 - gate)).sum(-1, keepdim=True).detach().clamp(min=torch.finfo(x.dtype).tiny)

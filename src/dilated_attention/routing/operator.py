@@ -58,7 +58,8 @@ def selector(choose: Choose) -> Choose:
         bound = signature.bind(*arguments, **options)
         bound.apply_defaults()
         given = bound.arguments
-        q, k = given.pop("q"), given.pop("k")
+        q = given.pop("q")
+        k = given.pop("k")
         checks.not_mapped(choose.__name__, q, k)
         if not all(isinstance(x, Tensor) and x.ndim == 4 and not x.is_meta for x in (q, k)):
             return choose(q, k, **given)  # which says what is wrong
@@ -113,7 +114,9 @@ def _(
     given = json.loads(options)
     rows = BlockGrid.of(seq_len, given["block_size"], given["is_causal"]).rows
     lists = (k if given.get("per_kv_head") else q).shape[2]
-    batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    batch = q.shape[0]
+    if cu_seqlens is not None:
+        batch = cu_seqlens.shape[0] - 1
     blocks = torch.library.get_ctx().new_dynamic_size(min=0)
     return q.new_empty(batch, lists, rows + 1, dtype=torch.int64), q.new_empty(blocks, dtype=torch.int64)
 
@@ -130,12 +133,14 @@ def _choose(
             lengths = _lengths_of(mask)
         if lengths is None and cu_seqlens is None:
             return choose(q, k, **options)
-        layouts = [
-            choose(q[at], k[at], **options)
-            if at[1].start < at[1].stop
-            else choose(*(x.new_zeros(1, 1, *x.shape[2:]) for x in (q, k)), **options)
-            for at in checks.samples(q.shape[1], lengths, cu_seqlens)
-        ]
+        layouts = []
+        for batch, seq in checks.samples(q.shape[1], lengths, cu_seqlens):
+            some_q = q[batch, seq]
+            some_k = k[batch, seq]
+            if seq.start == seq.stop:  # an empty sample: make the lists of one token
+                some_q = q.new_zeros(1, 1, *q.shape[2:])
+                some_k = k.new_zeros(1, 1, *k.shape[2:])
+            layouts.append(choose(some_q, some_k, **options))
         return BlockLayout.stack(layouts, seq_len=None if lengths is None else q.shape[1])
 
 

@@ -47,7 +47,9 @@ class PageBounds:
     """
 
     def __init__(self, page_size: int = 16) -> None:
-        self.page_size, self.seq_len, self.pages = checks.positive("page_size", page_size), 0, 0
+        self.page_size = checks.positive("page_size", page_size)
+        self.seq_len = 0
+        self.pages = 0
         self.recent: Tensor | None = None  # the keys of the newest page and of the one before it
         self.bounds: Tensor | None = None  # (batch, kv_heads, room, 2 * head_dim): greatest, least
 
@@ -65,6 +67,7 @@ class PageBounds:
                     f"k must have the batch, kv_heads, head_dim and dtype of the keys before it, {mine}; got {k.dtype} "
                     f"of shape {tuple(k.shape)}"
                 )
+
         pages = -(-(self.seq_len + k.shape[1]) // self.page_size)
         if self.bounds is None or pages > self.bounds.shape[2]:
             with torch.inference_mode(False):  # else only inference mode could add to it
@@ -72,11 +75,15 @@ class PageBounds:
             if self.bounds is not None:
                 grown[:, :, : self.pages] = self.bounds[:, :, : self.pages]
             self.bounds = grown
-        recent = k if self.recent is None else torch.cat([self.recent, k], 1)
+
+        recent = k
+        if self.recent is not None:
+            recent = torch.cat([self.recent, k], 1)
         first, held = divmod(self.seq_len, self.page_size)
         fresh = recent[:, recent.shape[1] - k.shape[1] - held :]  # from the start of the open page
         self.bounds[:, :, first:pages] = extremes(fresh, self.page_size).transpose(1, 2)
-        self.seq_len, self.pages = self.seq_len + k.shape[1], pages
+        self.seq_len += k.shape[1]
+        self.pages = pages
         self.recent = recent[:, -(self.seq_len - max(0, pages - 2) * self.page_size) :].clone()
 
     def crop(self, seq_len: int) -> None:
@@ -127,15 +134,20 @@ class PageBounds:
             )
         if not 1 <= q.shape[1] <= self.seq_len:
             raise ValueError(f"q must have from 1 to {self.seq_len} tokens, the newest; got {q.shape[1]}")
-        dtype, new = torch.promote_types(q.dtype, torch.float32), q.shape[1]
+
+        new = q.shape[1]
+        dtype = torch.promote_types(q.dtype, torch.float32)
         key = self.bounds[:, :, None, : self.pages].to(dtype)
         query = _signed(q.transpose(1, 2).to(dtype)).unflatten(1, (kv_heads, -1))
         with without_autocast(q):
             bound = (query @ key.mT).flatten(1, 2)
+
         own = (torch.arange(self.seq_len - new, self.seq_len, device=q.device) // self.page_size)[:, None]
         page = torch.arange(self.pages, device=q.device)
         values, pages = forced_topk(bound, page == own, page <= own, min(number, self.pages))
-        return pages[:, :, 0] if new == 1 else pages.masked_fill(values == -torch.inf, -1)
+        if new == 1:
+            return pages[:, :, 0]
+        return pages.masked_fill(values == -torch.inf, -1)
 
 
 def _signed(q: Tensor) -> Tensor:

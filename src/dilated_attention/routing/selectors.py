@@ -79,10 +79,10 @@ def largest_shares(
     """Choose as `topk_blocks` does, from consecutive slices of query blocks with their estimated shares. When causal,
     shares are forecast from these, but not with `lookahead`, where they describe the block's own queries."""
     budget = grid.budget(density)
-    forecast = Forecast(q, k, grid) if grid.is_causal and not lookahead else None
-    return grid.layout_of(
-        (at, share if forecast is None else forecast(at, share, budget[at]), budget[at]) for at, share in found
-    )
+    if lookahead or not grid.is_causal:
+        return grid.layout_of((at, share, budget[at]) for at, share in found)
+    forecast = Forecast(q, k, grid)
+    return grid.layout_of((at, forecast(at, share, budget[at]), budget[at]) for at, share in found)
 
 
 @selector
@@ -116,7 +116,8 @@ def sampled_blocks(
     grid = candidates(q, k, **options)
     queries = checks.integer("queries", queries, 1, grid.q_block)
     checks.boolean("lookahead", lookahead)
-    number, first = torch.arange(queries, device=grid.device), grid.first_query[:, None]
+    number = torch.arange(queries, device=grid.device)
+    first = grid.first_query[:, None]
     if grid.is_causal and not lookahead:
         tokens = (first - number * grid.q_block // queries).clamp(min=0)
     else:
@@ -146,7 +147,6 @@ def topp_blocks(q: Queries, k: Keys, mass: float, **options: Unpack[Options]) ->
     check_share("mass", mass)
     grid = candidates(q, k, **options)
     least = grid.least()
-
     forecast = Forecast(q, k, grid) if grid.is_causal else None
 
     def fewest(at: slice, share: Tensor) -> Tensor:
@@ -154,11 +154,13 @@ def topp_blocks(q: Queries, k: Keys, mass: float, **options: Unpack[Options]) ->
         must = ordered >= ALWAYS
         part = torch.where(must, ordered - ALWAYS, ordered).clamp_(min=0)
         before = part.cumsum(-1) - part
-        return torch.maximum((must | (before < mass) & (part > 0)).sum(-1), least[at])
+        wanted = must | ((before < mass) & (part > 0))
+        return torch.maximum(wanted.sum(-1), least[at])
 
     def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
         for at, share in estimated_shares(pooled(q, k, grid), grid):
-            share = share if forecast is None else forecast(at, share, fewest(at, share))
+            if forecast is not None:
+                share = forecast(at, share, fewest(at, share))
             yield at, share, fewest(at, share)
 
     return grid.layout_of(rows())
@@ -207,11 +209,13 @@ def hierarchical_blocks(
     most = int(budget.max())
     side = region * math.lcm(grid.q_block, grid.k_block)
     coarse = replace(grid, q_block=side, k_block=side)
-    regions, inner_q, inner_k = coarse.columns, side // grid.q_block, side // grid.k_block
+    regions = coarse.columns
+    inner_q = side // grid.q_block
+    inner_k = side // grid.k_block
     wide = min(regions, max(math.ceil(min(breadth * density, 1) * regions), math.ceil(most / inner_k) + 1))
 
     sample = pooled(q, k, grid)
-    parts, peaks = sample.weight.shape[1], sample.peaks
+    parts = sample.weight.shape[1]
     # a region's queries: the mean ones of QUERY_PARTS of its blocks; causal: of as many blocks up to its first
     behind = inner_q - 1 if is_causal else 0
     means = torch.einsum("biahd,ia->bihd", sample.query.unflatten(1, (-1, parts)), sample.weight)
@@ -220,19 +224,22 @@ def hierarchical_blocks(
     real = ((number >= 0) & (number < grid.rows)).view(regions, inner_q).to(grid.dtype)
     skip = max(1, inner_q // QUERY_PARTS)
     some = slice(behind % skip, None, skip)
-    means, real = means.unflatten(1, (regions, inner_q))[:, :, some].flatten(1, 2), real[:, some]
+    means = means.unflatten(1, (regions, inner_q))[:, :, some].flatten(1, 2)
+    real = real[:, some]
     coarse_sample = sample._replace(query=means, weight=real / real.sum(-1, keepdim=True))
     first_row = torch.arange(regions, device=grid.device) * inner_q
-    seen = (grid.choices[first_row] * peaks)[:, None].expand(real.shape)
+    seen = (grid.choices[first_row] * sample.peaks)[:, None].expand(real.shape)
 
     def rows() -> Iterator[tuple[slice, Tensor, Tensor]]:
         for at, share in shares(coarse_sample, seen, grid.columns):
             share = F.pad(share, (0, regions * inner_k - grid.columns)).unflatten(3, (regions, inner_k)).sum(-1)
             near = stable_topk(ranked(share, coarse.allowed[at], coarse.always[at]), wide)[1].sort(-1).values
             candidate = (near[..., None] * inner_k + torch.arange(inner_k, device=grid.device)).flatten(3)
+
             inside = slice(at.start * inner_q, min(at.stop * inner_q, grid.rows))
             for some, fine in listed_shares(sample, grid.choices, candidate, inside, inner_q):
-                here = candidate.repeat_interleave(inner_q, 2)[:, :, some.start - inside.start :][:, :, : fine.shape[2]]
+                begin = some.start - inside.start
+                here = candidate.repeat_interleave(inner_q, 2)[:, :, begin : begin + fine.shape[2]]
                 share = fine.new_full((*fine.shape[:3], regions * inner_k), -1.0).scatter_(3, here, fine)
                 yield some, share[..., : grid.columns], budget[some]
 
@@ -252,7 +259,8 @@ def density_schedule(seq_len: int, *, dense_until: int = 4096, exponent: float =
         >>> [density_schedule(n) for n in (1024, 4096, 16384, 65536)]
         [1.0, 1.0, 0.5, 0.25]
     """
-    seq_len, dense_until = checks.positive("seq_len", seq_len), checks.positive("dense_until", dense_until)
+    seq_len = checks.positive("seq_len", seq_len)
+    dense_until = checks.positive("dense_until", dense_until)
     if not isinstance(exponent, Real) or not 0 <= exponent <= 1:
         raise ValueError(f"exponent must lie in [0, 1], got {exponent!r}")
     return min(1.0, (dense_until / seq_len) ** exponent)
