@@ -61,12 +61,16 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, placed: bool = False) -> None:
         )
     fits = placed or q.shape[1] == k.shape[1]
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or not fits:
-        remedy = (
-            ". For fewer queries than keys give q_start, the position of the first; for cross-attention give q_start=0"
-        )
+        same = "batch and head_dim" if placed else "batch, seq and head_dim"
+        remedy = ""
+        if not fits:
+            remedy = (
+                ". For fewer queries than keys give q_start, the position of the first; for cross-attention give "
+                "q_start=0"
+            )
         raise ValueError(
-            f"q and k must agree in batch{'' if placed else ', seq'} and head_dim; got {tuple(q.shape)} and "
-            f"{tuple(k.shape)}, read as (batch, seq, heads, head_dim){'' if fits else remedy}"
+            f"q and k must agree in {same}; got {tuple(q.shape)} and {tuple(k.shape)}, read as (batch, seq, heads, "
+            f"head_dim){remedy}"
         )
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"q and v must have head_dim of at least 1; got {tuple(q.shape)} and {tuple(v.shape)}")
@@ -112,6 +116,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"q, k and v must be on one device; got {name} on {x.device} and q on {q.device}")
 
 
+def kind_of(value: Any) -> str:
+    """Return the dtype of a tensor, and otherwise the name of the type, for an error."""
+    if isinstance(value, Tensor):
+        return str(value.dtype)
+    return type(value).__name__
+
+
 def outside() -> int:
     """Return the stack level of the first function outside this package, for warnings."""
     level = 1
@@ -138,7 +149,7 @@ def ragged_or_masked(
     k: Tensor, lengths: Any, cu_seqlens: Any, key_padding_mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check lengths and cu_seqlens as `ragged` does, and a key_padding_mask, which excludes both."""
-    if key_padding_mask is not None and not (lengths is cu_seqlens is None):
+    if key_padding_mask is not None and (lengths is not None or cu_seqlens is not None):
         raise ValueError("key_padding_mask is given beside lengths or cu_seqlens")
     mask(k, key_padding_mask)
     return ragged(k, lengths, cu_seqlens)
@@ -148,7 +159,11 @@ def _integer_tensor(name: str, values: Any, wanted: str, number: int | None = No
     """Return `number` (None: at least one) integers as flat int64; an error says that `name` must hold `wanted`."""
     if not isinstance(values, Tensor):
         values = torch.tensor(integers(name, values, wanted), dtype=torch.int64, device="cpu")
-    fits = values.dim() == 1 and (values.shape[0] > 0 if number is None else values.shape[0] == number)
+    fits = values.dim() == 1
+    if number is None:
+        fits = fits and values.shape[0] > 0
+    else:
+        fits = fits and values.shape[0] == number
     if not fits or values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name} must hold {wanted}; got {values.dtype} of shape {tuple(values.shape)}")
     return values.long()  # wide unsigned integers cannot be compared
@@ -183,8 +198,9 @@ def mask(k: Tensor, key_padding_mask: Tensor | None) -> None:
     if key_padding_mask is None:
         return
     if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
-        kind = key_padding_mask.dtype if isinstance(key_padding_mask, Tensor) else type(key_padding_mask).__name__
-        raise ValueError(f"key_padding_mask must be a bool tensor, True where a key is ignored; got {kind}")
+        raise ValueError(
+            f"key_padding_mask must be a bool tensor, True where a key is ignored; got {kind_of(key_padding_mask)}"
+        )
     if key_padding_mask.shape != k.shape[:2]:
         raise ValueError(
             f"key_padding_mask must have shape (batch, seq) = {tuple(k.shape[:2])}; got {tuple(key_padding_mask.shape)}"
@@ -197,7 +213,9 @@ def sinks(q: Tensor, sinks: Tensor | None) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
-        kind = f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
+        kind = kind_of(sinks)
+        if isinstance(sinks, Tensor):
+            kind += f" of shape {tuple(sinks.shape)}"
         raise ValueError(f"sinks must be a floating tensor of {q.shape[2]} logits, one per head of q; got {kind}")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on q's device, {q.device}; got {sinks.device}")
@@ -231,9 +249,13 @@ def indices(what: str, values: Tensor, least: int, stop: int) -> None:
     """Raise ValueError unless values lie in [least, stop); `what` names them. Values that are not `readable` pass."""
     if not readable(values):
         return
-    low, high = map(int, values.aminmax()) if values.numel() else (least, least)
+    low = least
+    high = least
+    if values.numel():
+        low, high = map(int, values.aminmax())
     if low < least or high >= stop:
-        raise ValueError(f"{what} must lie in [{least}, {stop}); got {low if low < least else high}")
+        wrong = low if low < least else high
+        raise ValueError(f"{what} must lie in [{least}, {stop}); got {wrong}")
 
 
 def samples_to_continue(samples: Any, batch: int) -> Tensor:
@@ -264,7 +286,9 @@ def positive(name: str, value: Any) -> int:
 def kv_heads(num_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
     """Return both as integers; num_kv_heads=None: num_heads."""
     num_heads = positive("num_heads", num_heads)
-    num_kv_heads = num_heads if num_kv_heads is None else positive("num_kv_heads", num_kv_heads)
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    num_kv_heads = positive("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}")
     return num_heads, num_kv_heads
@@ -282,7 +306,9 @@ def heads(embed_dim: Any, num_heads: Any, num_kv_heads: Any) -> tuple[int, int, 
 def integers(name: str, values: Any, wanted: str = "integers", least: int | None = None) -> tuple[int, ...]:
     """Return a sequence, array or tensor of integers as ints. For anything else, and for integers below
     `least`, raise a ValueError which says that `name` must hold `wanted`."""
-    held = values.tolist() if hasattr(values, "tolist") else values
+    held = values
+    if hasattr(values, "tolist"):
+        held = values.tolist()
     if isinstance(held, (str, bytes)) or not isinstance(held, Sequence):
         raise ValueError(f"{name} must hold {wanted}; got {values!r}")
     numbers = [_integer(value) for value in held]
@@ -299,7 +325,9 @@ def _integer(value: Any) -> int | None:
         value = value.item()  # a number of NumPy, or a tensor or array of no dimension
     if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
         return None
-    return value if isinstance(value, (int, torch.SymInt)) else int(value)  # type: ignore[return-value]
+    if isinstance(value, (int, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    return int(value)
 
 
 def probability(name: str, value: float) -> None:
