@@ -47,7 +47,9 @@ def _local(grid: BlockGrid, window: int) -> Spans:
 
 def _leading(grid: BlockGrid, tokens: int) -> Spans:
     first, last = grid.queries()
-    row_end = last.clamp(max=tokens - 1) if grid.is_causal else torch.full_like(last, grid.seq_len - 1)
+    row_end = torch.full_like(last, grid.seq_len - 1)
+    if grid.is_causal:
+        row_end = last.clamp(max=tokens - 1)
     row_end = torch.where(first < tokens, row_end, -1)
     return [(torch.zeros_like(first), torch.full_like(last, tokens - 1)), (torch.zeros_like(first), row_end)]
 
@@ -84,10 +86,12 @@ def _global_at(grid: BlockGrid, tokens: Any) -> Spans:
         )
     after = torch.searchsorted(position, last, right=True)
     holds = torch.searchsorted(position, first) < after
-    end = position[(after - 1).clamp_(min=0)] if grid.is_causal else grid.seq_len - 1
+    row_end = torch.full_like(last, grid.seq_len - 1)
+    if grid.is_causal:
+        row_end = position[(after - 1).clamp_(min=0)]
     block = position // grid.k_block
     once = position[torch.searchsorted(block, block.unique())]  # the first of each key block
-    return [(once[None], once[None]), (torch.zeros_like(first), torch.where(holds, end, -1))]
+    return [(once[None], once[None]), (torch.zeros_like(first), torch.where(holds, row_end, -1))]
 
 
 def strided(grid: BlockGrid, stride: int) -> Spans:
@@ -105,7 +109,8 @@ def dilated(grid: BlockGrid, rates: Sequence[int], reach: int | None, density: f
     rates = checks.integers("rates", rates, "positive integers", 1)
     if not rates:
         raise ValueError("rates must name at least one rate, got none")
-    reach = 1 if reach is density is None else reach
+    if reach is None and density is None:
+        reach = 1
     return _sized("reach", reach, density, _dilated, grid, rates)
 
 
@@ -124,20 +129,28 @@ def _offsets(grid: BlockGrid, reach: int, rates: tuple[int, ...]) -> Tensor:
 
 
 def hierarchical(grid: BlockGrid, levels: Sequence[tuple[int, int | None]]) -> Spans:
-    pairs = list(levels) if hasattr(levels, "__len__") else []
+    pairs = []
+    if hasattr(levels, "__len__"):
+        pairs = list(levels)
     if not pairs or not all(hasattr(level, "__len__") and len(level) == 2 for level in pairs):
         raise ValueError(f"levels must be pairs (stride, window), at least one; got {levels!r}")
     sizes = []
     for stride, window in pairs:
-        reach = grid.seq_len if window is None else checks.positive("a level's window", window)
-        sizes.append((checks.positive("a level's stride", stride), min(reach, grid.seq_len)))
-    if any(s > t or w > x for (s, w), (t, x) in pairwise(sizes)):
-        raise ValueError(f"levels must go fine to coarse, strides and windows ascending, got {pairs}")
+        reach = grid.seq_len
+        if window is not None:
+            reach = min(reach, checks.positive("a level's window", window))
+        sizes.append((checks.positive("a level's stride", stride), reach))
+    for finer, coarser in pairwise(sizes):
+        if finer[0] > coarser[0] or finer[1] > coarser[1]:
+            raise ValueError(f"levels must go fine to coarse, strides and windows ascending, got {pairs}")
+
     first, last = grid.queries()
     spans = []
     for stride, window in sizes:
         low = -((window - 1 - first).clamp(max=0) // stride)
-        end = last if grid.is_causal else (last + window - 1).clamp(max=grid.seq_len - 1)
+        end = last
+        if not grid.is_causal:
+            end = (last + window - 1).clamp(max=grid.seq_len - 1)
         high = end // stride
         if stride <= grid.k_block:  # every block between the two ends holds a multiple
             spans.append((low * stride, torch.where(high >= low, high * stride, -1)))
@@ -185,8 +198,13 @@ def _size_of_density(grid: BlockGrid, density: float, spans: Callable[..., Spans
     high = grid.seq_len
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) >= density else (middle + 1, high)
-    return low - 1 if low > 1 and density - reached(low - 1) < reached(low) - density else low
+        if reached(middle) >= density:
+            high = middle
+        else:
+            low = middle + 1
+    if low > 1 and density - reached(low - 1) < reached(low) - density:
+        return low - 1
+    return low
 
 
 def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:

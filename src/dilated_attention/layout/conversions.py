@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dilated_attention import checks
 from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pair, lists_of_keys, rows_of
 from dilated_attention.torch_internals import mapped_indices, require_when_run
 
@@ -21,12 +22,17 @@ WIDE_LISTS = 2**22  # the most entries that the padded lists of a BlockMask may 
 
 def _few(x: Tensor) -> str:
     flat = x.flatten().tolist()
-    return str(flat) if len(flat) <= 8 else f"[{', '.join(map(str, flat[:8]))}, …]"
+    if len(flat) <= 8:
+        return str(flat)
+    return f"[{', '.join(map(str, flat[:8]))}, …]"
 
 
 def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
     """Return values as a new int64 tensor, which does not change with `values`; ValueError if they are no integers."""
-    tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
+    if isinstance(values, Tensor):
+        tensor = values.clone()
+    else:
+        tensor = torch.tensor(values, device="cpu")
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if not whole and tensor.numel():
         raise ValueError(f"{name} must be whole numbers, got {tensor.dtype}")
@@ -56,12 +62,12 @@ def check_causal(grid: BlockGrid, counts: Tensor, indices: Tensor) -> None:
 
 def from_mask(mask: Tensor, seq_len: int | None, block_size: BlockSize, is_causal: bool) -> tuple[BlockGrid, Lists]:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = type(mask).__name__
         remedy = "give torch.as_tensor(mask)"
         if isinstance(mask, Tensor):
-            kind = str(mask.dtype)
             remedy = "use mask > threshold"
-        raise ValueError(f"mask must be a boolean tensor (True: the block is active), got {kind}; {remedy}")
+        raise ValueError(
+            f"mask must be a boolean tensor (True: the block is active), got {checks.kind_of(mask)}; {remedy}"
+        )
     if not 2 <= mask.ndim <= 4:
         raise ValueError(f"mask must be ([batch,] [heads,] query blocks, key blocks), got shape {tuple(mask.shape)}")
     if seq_len is None:
@@ -98,15 +104,18 @@ def from_indices(indptr: Tensor | Sequence[int], indices: Tensor | Sequence[int]
 
 def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_causal: bool) -> tuple[BlockGrid, Lists]:
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
-        kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-        raise ValueError(f"indices must be an int64 or int32 tensor, what torch.topk(...).indices is; got {kind}")
+        raise ValueError(
+            f"indices must be an int64 or int32 tensor, what torch.topk(...).indices is; got {checks.kind_of(indices)}"
+        )
     if not 2 <= indices.ndim <= 4:
         raise ValueError(
             "indices must be (query blocks, k), (batch, query blocks, k) or (batch, heads, query blocks, k), "
             f"got shape {tuple(indices.shape)}"
         )
     q_block, k_block = block_pair(block_size, q_block=1)
-    grid = BlockGrid.of(indices.shape[-2] * q_block if seq_len is None else seq_len, (q_block, k_block), is_causal)
+    if seq_len is None:
+        seq_len = indices.shape[-2] * q_block
+    grid = BlockGrid.of(seq_len, (q_block, k_block), is_causal)
     if indices.shape[-2] != grid.rows:
         raise ValueError(
             f"indices must have {grid.rows} rows for seq_len={grid.seq_len} and query blocks of {q_block}, "
@@ -159,7 +168,9 @@ def check_dense(shape: tuple[int, ...]) -> None:
 
 
 def to_bsr(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> Tensor:
-    lead = () if indptr.shape[:2] == (1, 1) else tuple(indptr.shape[:2])
+    lead = tuple(indptr.shape[:2])
+    if lead == (1, 1):
+        lead = ()
     totals = indptr[..., -1] - indptr[..., 0]
     per_list = int(totals.flatten()[0])
     if bool((totals != per_list).any()):
@@ -239,11 +250,15 @@ def _sees(
     bit length of the longest list's length."""
     shared_batch = indptr.shape[0] == 1
     shared_head = indptr.shape[1] == 1
-    listed = indices if indices.numel() else indices.new_full((1,), -1)
+    listed = indices
+    if not indices.numel():
+        listed = indices.new_full((1,), -1)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        b = b * 0 if shared_batch else b
-        h = h * 0 if shared_head else h
+        if shared_batch:
+            b = b * 0
+        if shared_head:
+            h = h * 0
         i = q // grid.q_block
         j = k // grid.k_block
         end = indptr[b, h, i + 1]
@@ -255,7 +270,9 @@ def _sees(
             low = torch.where(right, middle + 1, low)
             high = torch.where(right, high, middle)
         found = (low < end) & (listed[low.clamp(max=listed.numel() - 1)] == j)
-        return found & (k <= q) if grid.is_causal else found
+        if grid.is_causal:
+            found = found & (k <= q)
+        return found
 
     return mask_mod
 
@@ -302,11 +319,13 @@ def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> 
     """Return whether the mask_mod shows all pairs of `blocks`, and whether it shows exactly those with key <= query.
     Blocks are numbered row * columns + column, where rows continue from head to head and from batch element to batch
     element."""
-    is_whole = is_lower = True
+    is_whole = True
+    is_lower = True
     step_q, step_k = (torch.arange(size, device=blocks.device) for size in (grid.q_block, grid.k_block))
     last = grid.seq_len - 1
     at_once = max(1, 2**22 // (grid.q_block * grid.k_block))
-    for some in (blocks[start : start + at_once] for start in range(0, len(blocks), at_once)):
+    for start in range(0, len(blocks), at_once):
+        some = blocks[start : start + at_once]
         row = (some // grid.columns)[:, None, None]
         column = (some % grid.columns)[:, None, None]
         i = row % grid.rows * grid.q_block + step_q[:, None]

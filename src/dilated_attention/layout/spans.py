@@ -36,7 +36,9 @@ def block_pair(block_size: BlockSize, q_block: int | None = None) -> tuple[int, 
     """Return (q_block, k_block), given a pair, or one number for both; with a number, `q_block` replaces the first."""
     if not isinstance(block_size, Sequence) and getattr(block_size, "ndim", 0) == 0:
         k_block = checks.integer("block_size", block_size, 1, MAX_BLOCK)
-        return k_block if q_block is None else q_block, k_block
+        if q_block is None:
+            q_block = k_block
+        return q_block, k_block
     pair = checks.integers("block_size", block_size, f"(q_block, k_block), integers from 1 to {MAX_BLOCK}", 1)
     if len(pair) != 2 or max(pair) > MAX_BLOCK:
         raise ValueError(f"block_size must hold two integers from 1 to {MAX_BLOCK}; got {block_size}")
@@ -133,7 +135,8 @@ def runs_of_spans(grid: BlockGrid, spans: Spans) -> tuple[Tensor, Tensor]:
     """Turn intervals of tokens into disjoint ascending runs of key blocks: (first block, length), both `(query blocks,
     intervals)`. A length is 0 if the interval is empty or other runs cover it. If the grid is causal, later keys are
     left out."""
-    first, last = (torch.cat([pair[side].expand(grid.rows, -1) for pair in spans], dim=1) for side in (0, 1))
+    first = torch.cat([low.expand(grid.rows, -1) for low, _ in spans], dim=1)
+    last = torch.cat([high.expand(grid.rows, -1) for _, high in spans], dim=1)
     if grid.is_causal:
         torch.minimum(last, grid.queries()[1], out=last)
     # Not first.clamp_(min=0): Inductor of PyTorch 2.13 fails on max(0, number) where the number follows from arange.

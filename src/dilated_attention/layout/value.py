@@ -106,7 +106,9 @@ class BlockLayout:
         copied = self.indptr is not given[0] or self.indices is not given[1]
         if copied and checks.readable(self.indptr, self.indices):
             conversions.check_lists(self.grid, self.indptr, self.indices)
-        versions = None if torch.compiler.is_compiling() else self._table_versions()
+        versions = None
+        if not torch.compiler.is_compiling():
+            versions = self._table_versions()
         object.__setattr__(self, "_versions", versions)
 
     def _table_versions(self) -> tuple[int, int]:
@@ -314,7 +316,9 @@ class BlockLayout:
             over: `"batch"` or `"heads"`.
             seq_len: the length of a padded batch; default: the longest layout's length.
         """
-        layouts = [layouts] if isinstance(layouts, BlockLayout) else list(layouts)
+        if isinstance(layouts, BlockLayout):
+            layouts = [layouts]
+        layouts = list(layouts)
         if not all(isinstance(x, BlockLayout) for x in layouts):
             raise ValueError(f"layouts must hold one BlockLayout per sample or head; got {layouts!r}")
         if not layouts:
@@ -322,8 +326,9 @@ class BlockLayout:
         if over not in ("batch", "heads"):
             raise ValueError(f'over must be "batch" or "heads"; got {over!r}')
         kinds = {(x.block_size, x.is_causal, x.device) for x in layouts}
-        heads = {x.num_heads for x in layouts} - {1} if over == "batch" else {sum(x.num_heads for x in layouts)}
-        if len(kinds) > 1 or len(heads) > 1 or any(x.batch_size > 1 for x in layouts):
+        heads = {x.num_heads for x in layouts} - {1}
+        mixed_heads = over == "batch" and len(heads) > 1
+        if len(kinds) > 1 or mixed_heads or any(x.batch_size > 1 for x in layouts):
             raise ValueError(
                 "layouts must agree in (block_size, is_causal, device), have one number of heads or 1, and no batch of "
                 f"their own; got {layouts}"
@@ -331,11 +336,15 @@ class BlockLayout:
         longest = max(x.seq_len for x in layouts)
         if over == "heads" and any(x.seq_len != longest for x in layouts):
             raise ValueError(f"layouts of heads must have one seq_len; got {[x.seq_len for x in layouts]}")
-        grid = replace(
-            layouts[0].grid, seq_len=longest if seq_len is None else checks.integer("seq_len", seq_len, longest)
-        )
+        if seq_len is None:
+            seq_len = longest
+        else:
+            seq_len = checks.integer("seq_len", seq_len, longest)
+        grid = replace(layouts[0].grid, seq_len=seq_len)
+
         if over == "batch":
-            layouts = [x.select(heads=[0] * max(heads, default=1)) if x.num_heads == 1 else x for x in layouts]
+            repeated = [0] * max(heads, default=1)
+            layouts = [x.select(heads=repeated) if x.num_heads == 1 else x for x in layouts]
         counts = torch.cat([F.pad(x.counts, (0, grid.rows - x.query_blocks)) for x in layouts], int(over == "heads"))
         return cls._of(grid, (counts, torch.cat([x.indices for x in layouts])))
 
@@ -461,7 +470,9 @@ class BlockLayout:
     def seen_by(self, seq_len: int, num_heads: int) -> Tensor:
         """Return the same as `coverage`, without its warning."""
         keys = self._for_queries(seq_len, num_heads).seen.expand(-1, num_heads, -1)
-        return keys if self.batch_size > 1 else keys[0]
+        if self.batch_size > 1:
+            return keys
+        return keys[0]
 
     def flops(self, seq_len: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
         """Return the floating-point operations of a forward: 4 head_dim per score entry.
@@ -474,13 +485,17 @@ class BlockLayout:
         head_dim = checks.positive("head_dim", head_dim)
         checks.boolean("is_causal", is_causal)
         layout = self._for_queries(seq_len, num_heads)
-        layout = layout.causal() if is_causal else layout
+        if is_causal:
+            layout = layout.causal()
         return 4 * head_dim * int(layout.seen.sum()) * (num_heads // layout.num_heads)
 
     def _for_queries(self, seq_len: int, num_heads: int) -> BlockLayout:
         """Return `for_heads(num_heads)`, and raise ValueError unless the layout fits this length and number of query
         heads: it may have lists for one head, or for KV heads whose number divides it."""
-        self.check(self.batch_size, seq_len, num_heads, None if num_heads % self.num_heads else self.num_heads)
+        kv_heads = None
+        if num_heads % self.num_heads == 0:
+            kv_heads = self.num_heads
+        self.check(self.batch_size, seq_len, num_heads, kv_heads)
         return self.for_heads(num_heads)
 
     def check(self, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int | None = None) -> None:
@@ -527,7 +542,7 @@ class BlockLayout:
         self.require_unchanged()
         samples = _chosen("batch", batch, self.batch_size)
         lists = _chosen("heads", heads, self.num_heads)
-        if samples == lists == slice(None):
+        if samples == slice(None) and lists == slice(None):
             return self
         indptr = self.indptr[samples][:, lists]
         counts = indptr.diff(dim=-1)
@@ -571,15 +586,21 @@ class BlockLayout:
         unit = math.lcm(*self.block_size)
         sides = [range(start // unit, max(start, stop - 1) // unit + 1) for start, stop in (queries, keys)]
         lower, upper = sorted(sides, key=lambda x: x.start)
-        gap = max(0, upper.start - lower.stop)
+        gap = max(0, upper.start - lower.stop)  # units between the two sides, which the short sequence leaves out
         last = max(lower.stop, upper.stop)
         size = min(last * unit, self.seq_len) - (gap + lower.start) * unit
-        moved = [(lower.start + (gap if side.start >= lower.stop else 0)) * unit for side in sides]
-        rows = queries[0] // self.q_block, -(-queries[1] // self.q_block)
-        counts = self.counts[..., slice(*rows)]
-        blocks = self._listed(self.indptr[..., slice(*rows)], counts)
+        moved = []  # by how many tokens the queries, then the keys, move to the front
+        for side in sides:
+            left_out = lower.start
+            if side.start >= lower.stop:
+                left_out += gap
+            moved.append(left_out * unit)
+
+        rows = slice(queries[0] // self.q_block, -(-queries[1] // self.q_block))
+        counts = self.counts[..., rows]
+        blocks = self._listed(self.indptr[..., rows], counts)
         keep = (blocks >= keys[0] // self.k_block) & (blocks < -(-keys[1] // self.k_block))
-        first = rows[0] - moved[0] // self.q_block
+        first = rows.start - moved[0] // self.q_block
         after = -(-size // self.q_block) - first - counts.shape[-1]
         starts = row_offsets(F.pad(counts, (first, after)))
         listed = blocks[keep] - moved[1] // self.k_block
@@ -608,10 +629,14 @@ class BlockLayout:
         if not isinstance(other, BlockLayout):
             return NotImplemented
         merged, lead = self._merge(other)
-        grid = self.grid if self.is_causal == other.is_causal else replace(self.grid, is_causal=False)
+        grid = self.grid
+        if self.is_causal != other.is_causal:
+            grid = replace(grid, is_causal=False)
         keys, times = merged.unique_consecutive(return_counts=True)
         both = self._of(grid, lists_of_keys(grid, keys[times == 2], lead))
-        return both.causal() if self.is_causal or other.is_causal else both
+        if self.is_causal or other.is_causal:
+            both = both.causal()
+        return both
 
     def causal(self) -> BlockLayout:
         """Return this layout made causal: blocks above the diagonal are removed, and in blocks that the diagonal cuts
@@ -649,11 +674,17 @@ class BlockLayout:
         raise ValueError("a layout is made of its tables alone; the file sets other attributes of it")
 
     def __repr__(self) -> str:
-        lead = "".join(
-            f", {name}={size}" for name, size in (("batch", self.batch_size), ("heads", self.num_heads)) if size > 1
-        )
-        block = self.q_block if self.q_block == self.k_block else self.block_size
-        where = "" if self.device.type == "cpu" else f", device={self.device}"
+        lead = ""
+        if self.batch_size > 1:
+            lead += f", batch={self.batch_size}"
+        if self.num_heads > 1:
+            lead += f", heads={self.num_heads}"
+        block: int | tuple[int, int] = self.block_size
+        if self.q_block == self.k_block:
+            block = self.q_block
+        where = ""
+        if self.device.type != "cpu":
+            where = f", device={self.device}"
         return (
             f"BlockLayout(seq_len={self.seq_len}, block_size={block}{lead}, blocks={self.nnz}, "
             f"density={self.density:.4g}, is_causal={self.is_causal}{where})"
@@ -677,7 +708,9 @@ class BlockLayout:
         conversions.check_dense((self.batch_size, self.num_heads, self.seq_len, self.seq_len))
         token = torch.arange(self.seq_len, device=self.device)
         dense = self.dense_blocks()[..., (token // self.q_block)[:, None], token // self.k_block]
-        return dense.tril_() if self.is_causal else dense
+        if self.is_causal:
+            dense.tril_()
+        return dense
 
     def to_torch_sparse(self) -> Tensor:
         """Return the blocks as a `torch.sparse_bsr` tensor of ones.
@@ -722,7 +755,9 @@ class BlockLayout:
         drawn = self.select(batch=[batch], heads=[head])
         blocks = drawn.row.cpu().numpy(), drawn.indices.cpu().numpy()
         ax = plot_blocks(blocks, (self.query_blocks, self.key_blocks), self.grid, ax)
-        block = f"{self.q_block}" if self.q_block == self.k_block else f"{self.q_block} x {self.k_block}"
+        block = f"{self.q_block} x {self.k_block}"
+        if self.q_block == self.k_block:
+            block = f"{self.q_block}"
         ax.set_title(f"blocks of {block}, density {drawn.density:.3g}")
         return ax
 
@@ -746,9 +781,12 @@ class BlockLayout:
     def _keys(self, lead: tuple[int, int]) -> Tensor:
         """Return row * key_blocks + column of all active blocks, ascending, int64; row numbers continue from one head
         to the next. `lead`: the result's (batch elements, heads); shared lists are repeated for them."""
-        shared = [[0] * size if mine == 1 else None for mine, size in zip(self.indptr.shape, lead, strict=False)]
         self.require_unchanged()
-        layout = self if lead == self.indptr.shape[:2] else self.select(batch=shared[0], heads=shared[1])
+        layout = self
+        if lead != (self.batch_size, self.num_heads):
+            batch = [0] * lead[0] if self.batch_size == 1 else None
+            heads = [0] * lead[1] if self.num_heads == 1 else None
+            layout = self.select(batch=batch, heads=heads)
         return layout.row.mul_(self.key_blocks).add_(layout.indices)
 
     def _merge(self, other: BlockLayout) -> tuple[Tensor, tuple[int, int]]:
@@ -770,7 +808,9 @@ def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | 
     chosen = checks.integers(name, wanted)
     if not all(-count <= i < count for i in chosen):
         raise ValueError(f"{name} must lie in [0, {count}), the layout's own; got {list(chosen)}")
-    return slice(None) if [i % count for i in chosen] == list(range(count)) else list(chosen)
+    if [i % count for i in chosen] == list(range(count)):
+        return slice(None)
+    return list(chosen)
 
 
 def _named(table: Tensor) -> Tensor:
