@@ -71,8 +71,9 @@ class _Term:
             is_causal: hide the keys after each query, even if a layout is not causal.
         """
         checks.boolean("is_causal", is_causal)
-        least = self._least_heads(checks.integer("head", head, 0))
-        heads = least if num_heads is None else checks.positive("num_heads", num_heads)
+        heads = self._least_heads(checks.integer("head", head, 0))
+        if num_heads is not None:
+            heads = checks.positive("num_heads", num_heads)
         if head >= heads:
             raise ValueError(f"head must lie in [0, {heads}); got {head}")
         return self._plot_head(checks.positive("seq_len", seq_len), head, ax, heads, is_causal)
@@ -115,11 +116,16 @@ class _Branched(_Term):
             rows = group.queries
             count = group.keys.count
             row = torch.arange(rows.count, device="cpu")
-            stop = count if group.high is None else (row + group.high + 1).clamp(0, count)
-            start = 0 if group.low is None else (row + group.low).clamp(0, count)
+            start: Tensor | int = 0
+            if group.low is not None:
+                start = (row + group.low).clamp(0, count)
+            stop: Tensor | int = count
+            if group.high is not None:
+                stop = (row + group.high + 1).clamp(0, count)
+            segment = rows.segment if rows.segments > 1 else 0  # a single one may be WHOLE, too large for a stride
             keys.as_strided(
                 (group.heads, rows.segments, rows.count),
-                (group.head_stride * seq_len, rows.segment if rows.segments > 1 else 0, rows.stride),
+                (group.head_stride * seq_len, segment, rows.stride),
                 group.head * seq_len + rows.start,
             ).add_(stop - start)
         return keys
@@ -182,8 +188,9 @@ class Window(_Branched):
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
         num_heads = checks.positive("num_heads", num_heads)
-        table = ((ALL if self.rate > 1 else 0,) * num_heads,)
-        return Branches((WHOLE,), (self.rate,), table, None, ((-self.before, self.after),), (self.leading,))
+        offset = ALL if self.rate > 1 else 0
+        band = (-self.before, self.after)
+        return Branches((WHOLE,), (self.rate,), ((offset,) * num_heads,), None, (band,), (self.leading,))
 
     def __mul__(self, layout: Any) -> Any:
         raise UnsupportedError(
@@ -247,23 +254,7 @@ class Dilated(_Branched):
                 f"segment_lengths and dilation_rates must have one entry per branch each; "
                 f"got {len(segments)} and {len(rates)}: {list(segments)} and {list(rates)}"
             )
-        offsets: Any = self.offsets
-        offsets = offsets.tolist() if hasattr(offsets, "tolist") else offsets
-        if offsets not in ("head", "head_block"):
-            is_table = isinstance(offsets, Sequence) and not isinstance(offsets, str)
-            if not is_table or not all(hasattr(row, "__len__") for row in offsets):
-                raise ValueError(
-                    f'offsets must be "head", "head_block" or a table, branches x heads; got {self.offsets!r}'
-                )
-            offsets = tuple([checks.integers("offsets", row) for row in offsets])
-            if len(offsets) != len(segments):
-                raise ValueError(f"offsets has {len(offsets)} rows; it needs one per branch, {len(segments)}")
-            for row, rate in zip(offsets, rates, strict=True):
-                for offset in row:
-                    if not -1 <= offset < rate:
-                        raise ValueError(
-                            f"offsets must be integers in [0, {rate}) for dilation rate {rate}, or -1; got {offset!r}"
-                        )
+        offsets = _checked_offsets(self.offsets, rates)
         checks.boolean("head_groups", self.head_groups)
         if self.head_groups and offsets != "head":
             raise ValueError(
@@ -295,34 +286,38 @@ class Dilated(_Branched):
         """
         num_heads = checks.positive("num_heads", num_heads)
         given = head_offset is not None
-        first = checks.integer("head_offset", head_offset, 0) if given else 0
+        first = 0
+        if given:
+            first = checks.integer("head_offset", head_offset, 0)
+        stop = first + num_heads
         offsets = _offsets(self)
         if given and (self.head_groups or offsets == "head_block"):
             raise ValueError(
                 f"head_offset={head_offset} needs offsets that do not depend on the total number of heads; "
                 "give offsets as a table over all heads: Dilated(...).offset_table(total)"
             )
-        branches = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
-        stop = first + num_heads
-        table: list[tuple[int, ...]]  # from head 0 on
+        rates = self.dilation_rates
+        table: list[tuple[int, ...]] = []  # from head 0 on
         if self.head_groups:
-            if num_heads < len(branches):
+            if num_heads < len(rates):
                 raise ValueError(
                     f"head_groups=True gives each branch a run of heads; "
-                    f"{num_heads} heads cannot serve {len(branches)} branches"
+                    f"{num_heads} heads cannot serve {len(rates)} branches"
                 )
-            base = num_heads // len(branches)
-            larger = num_heads % len(branches)  # dynamo traces no divmod of symbols
-            table = []
+            base = num_heads // len(rates)
+            larger = num_heads % len(rates)  # dynamo traces no divmod of symbols
             start = 0
-            for i, (_, rate) in enumerate(branches):
+            for i, rate in enumerate(rates):
                 end = start + base + (i < larger)
                 table.append(tuple([i % rate if start <= h < end else -1 for h in range(num_heads)]))
                 start = end
         elif offsets == "head":
-            table = [tuple([h % rate for h in range(stop)]) for _, rate in branches]
+            for rate in rates:
+                table.append(tuple([h % rate for h in range(stop)]))
         elif offsets == "head_block":
-            table = [tuple([h // -(-num_heads // rate) for h in range(num_heads)]) for _, rate in branches]
+            for rate in rates:
+                block = -(-num_heads // rate)
+                table.append(tuple([h // block for h in range(num_heads)]))
         else:
             for row in offsets:
                 if len(row) < stop or (not given and len(row) != num_heads):
@@ -331,8 +326,9 @@ class Dilated(_Branched):
                         f"for heads {first} to {stop}"
                         + ("; of a larger module give head_offset" if len(row) > stop else "")
                     )
-            table = [tuple(row) for row in offsets]
-        for row, (segment, rate) in zip(table, branches, strict=True):
+                table.append(tuple(row))
+
+        for row, segment, rate in zip(table, self.segment_lengths, rates, strict=True):
             if all(offset < 0 or offset >= segment for offset in row):
                 raise ValueError(
                     f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is "
@@ -362,7 +358,32 @@ class Dilated(_Branched):
     def _least_heads(self, head: int) -> int:
         if not isinstance(self.offsets, str):
             return len(self.offsets[0])
-        return max(head + 1, len(self.segment_lengths) if self.head_groups else 1)
+        if self.head_groups:
+            return max(head + 1, len(self.segment_lengths))
+        return head + 1
+
+
+def _checked_offsets(given: Any, rates: tuple[int, ...]) -> Any:
+    """Return the offsets of a `Dilated`, a table as tuples; ValueError unless it has a row of fitting integers for each
+    rate."""
+    offsets = given
+    if hasattr(given, "tolist"):
+        offsets = given.tolist()
+    if offsets in ("head", "head_block"):
+        return offsets
+    is_table = isinstance(offsets, Sequence) and not isinstance(offsets, str)
+    if not is_table or not all(hasattr(row, "__len__") for row in offsets):
+        raise ValueError(f'offsets must be "head", "head_block" or a table, branches x heads; got {given!r}')
+    table = tuple([checks.integers("offsets", row) for row in offsets])
+    if len(table) != len(rates):
+        raise ValueError(f"offsets has {len(table)} rows; it needs one per branch, {len(rates)}")
+    for row, rate in zip(table, rates, strict=True):
+        for offset in row:
+            if not -1 <= offset < rate:
+                raise ValueError(
+                    f"offsets must be integers in [0, {rate}) for dilation rate {rate}, or -1; got {offset!r}"
+                )
+    return table
 
 
 def _branches(pattern: Dilated, num_heads: int, head_offset: int | None) -> Branches:
@@ -376,10 +397,11 @@ _kept_branches = lru_cache(maxsize=1024, typed=True)(_branches)  # typed: True i
 def _unserved(branches: Branches) -> list[tuple[int, int, int]]:
     """For each branch, return (number of residues that no head serves, segment length, rate). A segment shorter than
     the rate has only as many residues as tokens."""
-    return [
-        (min(segment, rate) - len({offset for offset in row if 0 <= offset < segment}), segment, rate)
-        for segment, rate, row in zip(*branches[:3], strict=True)
-    ]
+    found = []
+    for segment, rate, row in zip(*branches[:3], strict=True):
+        served = {offset for offset in row if 0 <= offset < segment}
+        found.append((min(segment, rate) - len(served), segment, rate))
+    return found
 
 
 def describe_unserved(branches: Branches) -> tuple[str, ...]:
@@ -450,11 +472,16 @@ class Sum(_Branched):
     terms: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        given = tuple(self.terms) if isinstance(self.terms, Iterable) else (self.terms,)
-        found: list[Any] = []
+        given: Any = self.terms
+        if not isinstance(given, Iterable):
+            given = (given,)
+        terms: list[Any] = []
         for term in given:
-            found += term.terms if isinstance(term, Sum) else (term,)
-        terms = tuple(found)
+            if isinstance(term, Sum):
+                terms += term.terms
+            else:
+                terms.append(term)
+
         for term in terms:
             if not isinstance(term, (_Branched, BlockLayout, Product)):
                 raise ValueError(
@@ -466,8 +493,8 @@ class Sum(_Branched):
                     f"use {without_padding(term)!r}"
                 )
         if len(terms) < 2:
-            raise ValueError(f"terms must hold at least two patterns; got {list(terms)}: give the pattern alone")
-        object.__setattr__(self, "terms", terms)
+            raise ValueError(f"terms must hold at least two patterns; got {terms}: give the pattern alone")
+        object.__setattr__(self, "terms", tuple(terms))
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
         """Return the branches of all terms, for num_heads KV heads; arguments as in `Dilated.offset_table`.
@@ -529,7 +556,9 @@ def parts_of_sum(pattern: Any) -> tuple[Any, ...]:
 def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
     """Return how many keys each token of each head sees, int64 `(heads, seq)`."""
     if isinstance(part, BlockLayout):
-        return (part.causal() if is_causal else part).seen_by(seq_len, num_heads)
+        if is_causal:
+            part = part.causal()
+        return part.seen_by(seq_len, num_heads)
     return part._counts(seq_len, num_heads, is_causal)
 
 
@@ -558,7 +587,9 @@ def without_padding(pattern: Dilated) -> Dilated:
 
 
 def _offsets(pattern: Dilated) -> Offsets:
-    return "head_block" if pattern.compat == "torchscale" and pattern.offsets == "head" else pattern.offsets
+    if pattern.compat == "torchscale" and pattern.offsets == "head":
+        return "head_block"
+    return pattern.offsets
 
 
 def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
@@ -574,8 +605,9 @@ def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout
         return made
 
     # torch.compile cannot trace the cache's lock: it traces the builder.
-    kept = not torch.compiler.is_compiling() and type(layout).__weakrefoffset__
-    return plan_layout((name_of(layout), length), make) if kept else make()
+    if torch.compiler.is_compiling() or not type(layout).__weakrefoffset__:
+        return make()
+    return plan_layout((name_of(layout), length), make)
 
 
 def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
@@ -594,7 +626,9 @@ def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLay
 def pattern_for(layout: LayoutOfLength, length: int, is_ragged: bool = False) -> BlockLayout | Product:
     """Return the layout that a layout function returns for `length` tokens. Return its product with one segment of all
     tokens, which calls it later, if samples differ in length; and for a symbol, which a call refuses."""
-    return Dilated((WHOLE,), (1,)) * layout if is_ragged or is_symbol(length) else layout_for(layout, length)
+    if is_ragged or is_symbol(length):
+        return Dilated((WHOLE,), (1,)) * layout
+    return layout_for(layout, length)
 
 
 @dataclass(frozen=True)
@@ -675,7 +709,9 @@ class Product(_Term):
             layout = self.layout_of(rows.count)
             layout.check(1, rows.count, num_heads, kv_heads)
             layout = layout.for_heads(num_heads)
-            seen = (layout.causal() if is_causal else layout).seen[0].cpu().expand(num_heads, -1)
+            if is_causal:
+                layout = layout.causal()
+            seen = layout.seen[0].cpu().expand(num_heads, -1)
             for member in range(ratio):
                 first = group.head * ratio + member
                 step = group.head_stride * ratio

@@ -115,7 +115,9 @@ def _above(rows: int, columns: int, diagonal: int) -> int:
     """Count the entries (i, j) of a matrix that have j - i > diagonal."""
 
     def triangle(side: int) -> int:
-        return side * (side + 1) // 2 if side > 0 else 0
+        if side <= 0:
+            return 0
+        return side * (side + 1) // 2
 
     # Row i has side - i entries above, cut to [0, columns]. The last two terms subtract what exceeds `columns`.
     side = columns - 1 - diagonal
@@ -206,8 +208,10 @@ def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans
     whole = lower + (begin - lower) % segment  # the first segment that starts at `lower` or later
     number = max(upper - whole, 0) // segment
     tail = whole + number * segment
+    before = (whole - segment, int(lower < whole))
+    behind = (tail, int(tail < upper))
     runs = []
-    for start, segments in ((whole - segment, int(lower < whole)), (whole, number), (tail, int(tail < upper))):
+    for start, segments in (before, (whole, number), behind):
         if segments:
             stop = min(start + segment, end)
             runs.append((start, stop, segments, start < lower or upper < stop))
@@ -253,7 +257,7 @@ def compile_groups(
             if offset != -1:
                 classes.setdefault((offset, head not in begun), []).append(head)
         for (offset, first), heads in classes.items():
-            members = list(progressions(heads)) if len(heads) > 1 else [(heads[0], 1, 1)]
+            members = list(progressions(heads))
             written = 0
             for queries, keys, (low, high), phantoms, begins in parts(branch, offset):
                 if begins:
@@ -291,7 +295,7 @@ def sights(
         first = (queries[0], min(leading, queries[1]))
         later = (max(leading, queries[0]), queries[1])
         yield Part(_interval(*later), _interval(keys[0], min(leading, keys[1])), EVERY)
-        yield Part(_interval(*first), _interval(*keys), (None, 0 if is_causal else None))
+        yield Part(_interval(*first), _interval(*keys), (None, 0) if is_causal else EVERY)
     if is_causal and (high is None or high > 0):
         high = 0
     some_queries, some_keys = ((max(start, leading), stop) for start, stop in (queries, keys))
@@ -300,7 +304,10 @@ def sights(
     segment = min(branches.segment_lengths[branch], end)
     for start, segments in _runs(segment, some_queries, some_keys):
         stop = min(start + segment, end)
-        for residue in range(min(rate, stop - start)) if offset == ALL else (offset,):
+        residues: Iterable[int] = (offset,)
+        if offset == ALL:
+            residues = range(min(rate, stop - start))
+        for residue in residues:
             rows, columns = (
                 _rows(start + residue, rate, max(start, lower), min(stop, upper), segment, segments)
                 for lower, upper in (some_queries, some_keys)
@@ -394,7 +401,11 @@ def visible(queries: Rows, keys: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
 
 def moved(band: Band, by: int) -> Band:
     low, high = band
-    return None if low is None else low + by, None if high is None else high + by
+    if low is not None:
+        low += by
+    if high is not None:
+        high += by
+    return low, high
 
 
 def trimmed(rows: Rows, columns: Rows, band: Band) -> tuple[Rows, Rows, Band] | None:
@@ -402,18 +413,21 @@ def trimmed(rows: Rows, columns: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
     None if there are none. Row i sees column j iff low <= j - i <= high; the returned band counts from the first
     returned row and column, and its bounds that hide nothing are None."""
     low, high = band
-    left, right = 0, columns.count
+    left = 0
+    right = columns.count
     if low is not None:
         left = max(left, low)
     if high is not None:
         right = min(right, high + rows.count)
-    top, bottom = 0, rows.count
+    top = 0
+    bottom = rows.count
     if high is not None:
         top = max(top, left - high)
     if low is not None:
         bottom = min(bottom, right - low)
     if left >= right or top >= bottom:
         return None
+
     rows = slice_rows(rows, top, bottom)
     columns = slice_rows(columns, left, right)
     low, high = moved(band, top - left)
@@ -437,7 +451,8 @@ def plan_of(
     the same as queries by default. With compat="torchscale" both must be the whole sequence. If the plan is not causal,
     keys and phantoms of a query then add up to ceil(w / r) per branch, where w is at most the sequence length.
     """
-    keys = queries if keys is None else keys
+    if keys is None:
+        keys = queries
     return plan_cache.get(
         ("plan", branches, queries, keys, is_causal), lambda: _compile(branches, queries, keys, is_causal)
     )
