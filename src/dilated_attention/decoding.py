@@ -97,8 +97,9 @@ def first_token_attention(
     q, k, v = _checked(q, k, v, scale, sinks)
     if q.shape[1] != 1:
         raise ValueError(f"q must have one token, the first; got {q.shape[1]}: give q[:, :1]")
-    table = (pattern if compat is None else replace(pattern, compat=compat)).offset_table(k.shape[2])
-    pattern = Dilated(pattern.segment_lengths, pattern.dilation_rates, table)
+    if compat is not None:
+        pattern = replace(pattern, compat=compat)
+    pattern = Dilated(pattern.segment_lengths, pattern.dilation_rates, pattern.offset_table(k.shape[2]))
     with without_autocast(q):
         out = attention(q, k, v, pattern, scale=scale, sinks=sinks, q_start=0)
     assert isinstance(out, Tensor)
@@ -125,19 +126,22 @@ def newest_attention(
     list of keys. hidden: bool `(batch, lists, keys)`; None: no key is hidden. out is like q, with the head_dim of v;
     lse: `(batch, 1, heads)`. Where no key is left, out is 0 and lse -inf.
     """
+    if scale is None:
+        scale = q.shape[3] ** -0.5
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
     with without_autocast(q):
         if hidden is not None:
             k, v = (x.masked_fill(hidden[..., None], 0.0) for x in (k, v))  # a weight of 0 times NaN would be NaN
-        scores = query @ k.to(dtype).mT * (q.shape[3] ** -0.5 if scale is None else scale)
+        scores = query @ k.to(dtype).mT * scale
         if hidden is not None:
             empty = hidden.all(-1, keepdim=True)  # no softmax of -inf alone
             scores = scores.masked_fill((hidden & ~empty)[:, :, None], -torch.inf)
         lse = scores.logsumexp(-1)
         if hidden is not None:
             lse = lse.masked_fill(empty, -torch.inf)
-        return (scores.softmax(-1) @ v.to(dtype)).flatten(1, 2)[:, None].to(q.dtype), lse.flatten(1, 2)[:, None]
+        out = scores.softmax(-1) @ v.to(dtype)
+    return out.flatten(1, 2)[:, None].to(q.dtype), lse.flatten(1, 2)[:, None]
 
 
 def listed_attention(
@@ -190,13 +194,20 @@ def listed_attention(
     q, k, v = _checked(q, k, v, scale, sinks)
     block_size = checks.positive("block_size", block_size)
     if not isinstance(chosen, Tensor) or chosen.dtype not in (torch.int64, torch.int32) or chosen.device != q.device:
-        kind = f"{chosen.dtype} on {chosen.device}" if isinstance(chosen, Tensor) else type(chosen).__name__
+        kind = checks.kind_of(chosen)
+        if isinstance(chosen, Tensor):
+            kind += f" on {chosen.device}"
         raise ValueError(f"chosen must be an int64 or int32 tensor on q's device, {q.device}; got {kind}")
     batch, new, heads, _ = q.shape
     seq_len, kv_heads = k.shape[1:3]
-    lists = chosen[:, :, None] if chosen.dim() == 3 else chosen
-    sizes = (1, batch), (1, heads, kv_heads), (1, new)  # `in` does not compare the symbols of torch.compile by value
-    if lists.dim() != 4 or not all(any(n == x for x in some) for n, some in zip(lists.shape[:3], sizes, strict=True)):
+    lists = chosen
+    if chosen.dim() == 3:
+        lists = chosen[:, :, None]
+    fits = lists.dim() == 4
+    for size, allowed in zip(lists.shape, ((1, batch), (1, heads, kv_heads), (1, new)), strict=False):
+        # `in` does not compare the symbols of torch.compile by value
+        fits = fits and any(size == x for x in allowed)
+    if not fits:
         raise ValueError(
             f"chosen must be (batch, lists, blocks) or (batch, lists, new, blocks) with a batch of {batch} and 1, "
             f"{kv_heads} or {heads} lists; new is {new}; got {tuple(chosen.shape)}"
@@ -207,6 +218,7 @@ def listed_attention(
         lengths = torch.tensor([seq_len], device=q.device)
     else:
         checks.indices("lengths", lengths, new, seq_len + 1)
+
     position = lengths.to(q.device)[:, None] - new + torch.arange(new, device=q.device)
     lists = lists.expand(batch, max(lists.shape[1], kv_heads), new, -1)
     query = torch.arange(batch * new, device=q.device)[:, None, None]  # each becomes a batch element
@@ -218,7 +230,9 @@ def listed_attention(
     lse = lse.view(batch, new, heads)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
-    return (out, lse.transpose(1, 2)) if return_lse else out
+    if return_lse:
+        return out, lse.transpose(1, 2)
+    return out
 
 
 def _tokens(chosen: Tensor, block_size: int, position: Tensor) -> tuple[Tensor, Tensor]:

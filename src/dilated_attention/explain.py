@@ -87,9 +87,8 @@ class Explanation:
             lines.append(f"layout of {length} tokens, inside each segment of as many")
             lines.append("rows    queries  keys     diagonal")
             for call in calls:
-                lines.append(
-                    f"{call.rows:<7} {call.queries:<8} {call.keys:<8} {'cuts' if call.masked else ''}".rstrip()
-                )
+                diagonal = "cuts" if call.masked else ""
+                lines.append(f"{call.rows:<7} {call.queries:<8} {call.keys:<8} {diagonal}".rstrip())
         return "\n".join(lines)
 
 
@@ -138,10 +137,13 @@ def explain(
         chosen, exchange, shared = over_mesh.account(call, q, k)
         batch = q.shape[0] if call.lengths is None else 1
         work = [(group, batch, None) for group in shared]  # as if there were no layouts
-        layouts = [x.causal() if call.is_causal else x for x in call.layouts]
+        layouts = list(call.layouts)
+        if call.is_causal:
+            layouts = [x.causal() for x in layouts]
     inside: dict[int, tuple[Calls, ...]] = {}
     for layout in sorted(layouts, key=lambda x: x.seq_len, reverse=True):
         inside[layout.seq_len] = (*inside.get(layout.seq_len, ()), *calls_of(layout))
+
     ratio = q.shape[2] // k.shape[2]
     row = q.shape[3] * q.element_size()
     pairs = 0
@@ -155,13 +157,18 @@ def explain(
             pairs += batch * ratio * group.entries()
             moved += problems * group.heads * (queries * ratio * (row + written * (row + 4)) + keys * 2 * row)
             continue
-        heads = [(group.head + i * group.head_stride) * ratio + j for i in range(group.heads) for j in range(ratio)]
+        heads: list[int] = []
+        for i in range(group.heads):
+            first = (group.head + i * group.head_stride) * ratio
+            heads += range(first, first + ratio)
         layout = own.for_heads(q.shape[2])
-        layout = layout.select(heads=heads) if layout.num_heads > 1 else layout
+        if layout.num_heads > 1:
+            layout = layout.select(heads=heads)
         each = problems * len(heads) // max(1, layout.batch_size * layout.num_heads)  # a batch may be empty
         pairs += each * int(layout.seen.sum())
         for run in calls_of(layout):
             moved += each * run.rows * (run.queries * (row + written * (row + 4)) + run.keys * 2 * row)
+
     choice = call.choice
     flops = 4 * q.shape[3] * pairs
     groups = tuple(group for group, _, _ in work)
@@ -180,10 +187,17 @@ def _work(
     work: list[tuple[StridedGroup, int, BlockLayout | None]] = []
     layouts: dict[tuple[int, int | None], BlockLayout] = {}
     per_sample = any(layout.batch_size > 1 for layout in call.layouts)
-    device = call.layouts[0].device if call.layouts else None  # q may be on meta
+    device = None
+    if call.layouts:  # q may be on meta
+        device = call.layouts[0].device
     for sample, (batch, seq) in enumerate(call.samples(q.shape[1])):
-        plan = call.plan(seq.stop - seq.start, k.shape[1] if batch == slice(None) else None)
-        own = layouts_of(call, q, plan, None if batch == slice(None) else sample, device) or {}
-        work += [(group, len(range(q.shape[0])[batch]), own.get(group.queries.count)) for group in plan.groups]
-        layouts |= {(length, sample if per_sample else None): layout for length, layout in own.items()}
+        whole = batch == slice(None)  # not ragged
+        plan = call.plan(seq.stop - seq.start, k.shape[1] if whole else None)
+        own = layouts_of(call, q, plan, None if whole else sample, device)
+        if own is None:
+            own = {}
+        for group in plan.groups:
+            work.append((group, len(range(q.shape[0])[batch]), own.get(group.queries.count)))
+        for length, layout in own.items():
+            layouts[length, sample if per_sample else None] = layout
     return work, list(layouts.values())

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Integral, Real
 
 from dilated_attention import checks
@@ -89,7 +90,10 @@ class _Problem:
             heads = len(range(offset, self.num_heads, rate))
             for tokens, segments in ((segment, whole), (tail, 1)):
                 rows = len(range(offset, tokens, rate))
-                total += heads * segments * (rows * (rows + 1) // 2 if self.is_causal else rows * rows)
+                pairs = rows * rows
+                if self.is_causal:
+                    pairs = rows * (rows + 1) // 2
+                total += heads * segments * pairs
         return total
 
     def cost(self, pattern: Dilated) -> int:
@@ -138,11 +142,11 @@ class _Problem:
         dense = Dilated((self.seq_len,), (1,))
         if self.cost(dense) <= allowed:
             return dense
-        fitting = [
-            next((pattern for pattern in self.geometric(rate) if self.cost(pattern) <= allowed), None)
-            for rate in last_rates
-        ]
-        return max((p for p in fitting if p is not None), key=lambda p: p.segment_lengths[0], default=None)
+        fitting: list[Dilated] = []
+        for rate in last_rates:
+            affordable = (pattern for pattern in self.geometric(rate) if self.cost(pattern) <= allowed)
+            fitting += islice(affordable, 1)
+        return max(fitting, key=lambda pattern: pattern.segment_lengths[0], default=None)
 
     def geometric(self, rate: int) -> Iterator[Dilated]:
         """Yield patterns with rates 1, 2, 4, ..., `rate`, from the longest possible first segment to the shortest."""
@@ -178,16 +182,20 @@ class _Problem:
     def reasons(self, pattern: Dilated, budget: float) -> Iterator[str]:
         per_query = self.num_heads * self.seq_len
         entries = self.cost(pattern)
+        causal = ", causal" if self.is_causal else ""
         yield (
-            f"{self.seq_len:,} tokens, {self.num_heads} heads{', causal' if self.is_causal else ''}: "
+            f"{self.seq_len:,} tokens, {self.num_heads} heads{causal}: "
             f"{entries / per_query:,.1f} keys per query, {entries / self.entries(self.seq_len, 1):.2%} of dense "
             f"attention; the budget was {budget!r}"
         )
         branches = list(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
         for segment, rate in branches:
-            what = "all tokens of a segment" if rate == 1 else f"1 token in {rate} of a segment, another one per head"
-            spans = ", which spans the sequence" if segment >= self.seq_len else ""
-            yield f"  ({segment}, {rate}): {self.entries(segment, rate) / per_query:,.1f} keys per query; {what}{spans}"
+            what = f"1 token in {rate} of a segment, another one per head"
+            if rate == 1:
+                what = "all tokens of a segment"
+            if segment >= self.seq_len:
+                what += ", which spans the sequence"
+            yield f"  ({segment}, {rate}): {self.entries(segment, rate) / per_query:,.1f} keys per query; {what}"
         last = branches[-1][1]
         if len(branches) == 1:
             yield "The budget pays for dense attention: no pattern of branches shows more."

@@ -12,7 +12,7 @@ from dilated_attention.call import Pattern, as_autocast, branched_factor
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
-from dilated_attention.patterns import Dilated, Product, Sum, without_padding
+from dilated_attention.patterns import Dilated, Product, parts_of_sum, without_padding
 from dilated_attention.plan import Rows, StridedGroup, plan_of
 from dilated_attention.torch_internals import without_autocast
 
@@ -74,24 +74,29 @@ def attention_weights(
             checks.sinks(q, sinks)
             lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of no pair; two of -inf have no gradient
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+
         batch, seq_len, heads, head_dim = q.shape
         kv_heads = k.shape[2]
-        wide_q = q.to(lse.dtype) * (head_dim**-0.5 if scale is None else scale)
+        if scale is None:
+            scale = head_dim**-0.5
+        wide_q = q.to(lse.dtype) * scale
         wide_k = k.to(lse.dtype)
         indices = [torch.empty(4, 0, dtype=torch.int64, device=q.device)]
         values = [lse.new_empty(0)]
         groups: list[tuple[Pattern, StridedGroup]] = []
-        for part in pattern.parts if isinstance(pattern, Sum) else (pattern,):
+        for part in parts_of_sum(pattern):
             branches = branched_factor(part, seq_len).branches(kv_heads)
-            plan = plan_of(branches, (0, seq_len), None, is_causal)
-            groups += [(part, group) for whole in plan.groups for group in _narrow(whole)]
+            for whole in plan_of(branches, (0, seq_len), None, is_causal).groups:
+                groups += [(part, group) for group in _narrow(whole)]
+
         for part, group in groups:
             layout = part if isinstance(part, BlockLayout) else None
             if isinstance(part, Product):
                 layout = part.layout_of(group.queries.count)
             if layout is not None:
                 layout = layout.for_heads(heads)
-                layout = layout.causal() if is_causal else layout
+                if is_causal:
+                    layout = layout.causal()
             sample, head, segment, queries, keys, seen = _tiles(group, layout, batch, heads // kv_heads)
             sample = sample.to(q.device)[:, None]
             head = head.to(q.device)[:, None]
@@ -106,6 +111,7 @@ def attention_weights(
             at = torch.stack((sample[tile, 0], head[tile, 0], query[tile, i], key[tile, j]))
             values.append((scores[tile, i, j] - lse[at[0], at[1], at[2]]).exp())
             indices.append(at)
+
         shape = (batch, heads, seq_len, seq_len)
         # A key that several branches show is one entry for each, which coalescing adds up.
         weights = torch.sparse_coo_tensor(
@@ -147,13 +153,16 @@ def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: i
             here &= torch.arange(batch, device="cpu")[:, None, None, None] == lane // layout.num_heads
         if layout.num_heads > 1:
             here &= heads[:, None, None] == lane % layout.num_heads
+
     sample, head, segment, tile = here.nonzero(as_tuple=True)
     seen = (queries < count)[:, :, None] & (keys < columns)[:, None, :]
     distance = keys[:, None, :] - queries[:, :, None]
     if group.low is not None:
         seen &= distance >= group.low
-    if group.high is not None or (layout is not None and layout.is_causal):
-        seen &= distance <= (group.high or 0)
+    if group.high is not None:
+        seen &= distance <= group.high
+    elif layout is not None and layout.is_causal:
+        seen &= distance <= 0
     queries = queries.clamp(max=count - 1)
     keys = keys.clamp(max=columns - 1)
     return sample, heads[head], segment, queries[tile], keys[tile], seen[tile]
