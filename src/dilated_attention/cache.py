@@ -47,7 +47,9 @@ def is_named(table: Tensor) -> bool:
 
 
 def _version(thing: Any) -> int:
-    return thing._version if isinstance(thing, Tensor) and not thing.is_inference() else 0
+    if isinstance(thing, Tensor) and not thing.is_inference():
+        return thing._version
+    return 0
 
 
 class CacheInfo(NamedTuple):
@@ -86,10 +88,15 @@ class PlanCache:
         """Return the value of `key`, made with `make()` if the cache does not hold it: outside the lock, without
         gradients, and outside inference mode and transforms, whose tensors could not be used elsewhere."""
         with self._lock:
-            if (entry := self._entries.pop(key, None)) is not None:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
                 self._hits += 1
                 self._entries[key] = entry  # now the last to be evicted
-        value: Value = self._make(key, make) if entry is None else entry[0]
+        value: Value
+        if entry is not None:
+            value, _ = entry
+        else:
+            value = self._make(key, make)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._captured[id(value)] = value
         return value
@@ -169,7 +176,9 @@ class derived(Generic[Value]):  # noqa: N801, used like cached_property
 
     def __get__(self, instance: Any, owner: Any = None) -> Value:
         value = self.compute(instance)
-        parts = value if isinstance(value, tuple) else (value,)
+        parts: tuple[Any, ...] = (value,)
+        if isinstance(value, tuple):
+            parts = value
         if not torch.compiler.is_compiling() and all(type(x) is Tensor for x in parts if isinstance(x, Tensor)):
             instance.__dict__[self.name] = value
         return value

@@ -23,10 +23,12 @@ from torch import Tensor
 def running(q: Float[Tensor, "*rows dim"], covered: bool) -> tuple[Float[Tensor, "*rows dim"], Float[Tensor, "*rows"]]:
     """Return new contiguous tensors for out, like q, and its lse: the result (0, -inf) over no keys, or uninitialised
     if `covered`, since the caller then writes every row."""
-    of_lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(*q.shape[:-1], dtype=of_lse)
-    return (out, lse) if covered else (out.zero_(), lse.fill_(-torch.inf))
+    lse = q.new_empty(*q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    if not covered:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    return out, lse
 
 
 def merge_into(

@@ -44,9 +44,14 @@ def held_mesh(mesh: Mesh | None) -> DeviceMesh | None:
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     group = context_group(mesh)
-    return DeviceMesh.from_group(group, "cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    device = "cpu"
+    if "nccl" in dist.get_backend(group):
+        device = "cuda"
+    return DeviceMesh.from_group(group, device)
 
 
 def mesh_size(mesh: Mesh | None) -> int:
     """Return the number of ranks that share a sequence; 1 without a mesh."""
-    return 1 if mesh is None else dist.get_world_size(context_group(mesh))
+    if mesh is None:
+        return 1
+    return dist.get_world_size(context_group(mesh))

@@ -29,7 +29,9 @@ def plot_product(product: Any, seq_len: int, head: int, num_heads: int, is_causa
     image = np.zeros((side, side))
     segments, rates, table, *_ = product.dilated.branches(num_heads)
     for segment, rate, offsets in zip(segments, rates, table, strict=True):
-        for start in range(0, seq_len, segment) if offsets[head] >= 0 else ():
+        if offsets[head] < 0:  # the head takes no part
+            continue
+        for start in range(0, seq_len, segment):
             tokens = np.arange(start + offsets[head], min(start + segment, seq_len), rate)
             if not len(tokens):
                 continue
@@ -56,21 +58,31 @@ def plot_bands(groups: Sequence[Any], seq_len: int, title: str, ax: Axes | None 
     eight rows of a group per pixel are drawn; they stand for all that share the pixel."""
     side = min(seq_len, PIXELS)
     image = np.zeros((side, side))
-    edges = -(-np.arange(side + 1) * seq_len // side)
+    edges = -(-np.arange(side + 1) * seq_len // side)  # the first token of each pixel, and the end
     for group in groups:
         rows = group.queries
         keys = group.keys
         number = rows.segments * rows.count
-        whole, rest = np.divmod(edges - rows.start, rows.segment if rows.segments > 1 else seq_len + 1)
+
+        # for each pixel, how many rows a drawn one stands for
+        period = rows.segment if rows.segments > 1 else seq_len + 1
+        whole, rest = np.divmod(edges - rows.start, period)
         earlier = np.clip(whole * rows.count + np.clip(-(-rest // rows.stride), 0, rows.count), 0, number)
         segment, row = np.divmod(np.arange(0, number, max(1, number // (4 * side))), rows.count)
         pixel = (rows.start + segment * rows.segment + row * rows.stride) * side // seq_len
         share = np.diff(earlier) / np.maximum(np.bincount(pixel, minlength=side), 1)
+
+        # of the keys that a drawn row sees, how many lie before each edge
         row = row[:, None]
         segment = segment[:, None]
-        start = 0 if group.low is None else np.clip(row + group.low, 0, keys.count)
-        stop = keys.count if group.high is None else np.clip(row + group.high + 1, 0, keys.count)
-        first = keys.start + segment * (keys.segment if keys.segments > 1 else 0)
+        start: Any = 0
+        if group.low is not None:
+            start = np.clip(row + group.low, 0, keys.count)
+        stop: Any = keys.count
+        if group.high is not None:
+            stop = np.clip(row + group.high + 1, 0, keys.count)
+        distance = keys.segment if keys.segments > 1 else 0
+        first = keys.start + segment * distance
         before = np.clip(-((first - edges[None]) // keys.stride), start, np.maximum(start, stop))
         np.add.at(image, pixel, share[pixel, None] * np.diff(before, axis=1))
     return _draw_pairs(image, seq_len, title, ax)
@@ -111,14 +123,19 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
     corners = np.array([(0, 0), (1, 0), (1, 1), (0, 1)]) * size
     # Without antialiasing: it draws a pale seam where two tiles touch.
     tiles = PolyCollection(places[:, None] + corners, array=values, cmap="cividis", antialiased=False, linewidths=0)
-    most, bright = (float(np.percentile(values, share)) if len(values) else 1.0 for share in (100, PERCENTILE))
-    tiles.set_clim(0, bright or most or 1.0)
+    most = 1.0
+    bright = 1.0
+    if len(values):
+        most = float(np.percentile(values, 100))
+        bright = float(np.percentile(values, PERCENTILE))
+    tiles.set_clim(0, next(end for end in (bright, most, 1.0) if end))
     ax.add_collection(tiles)
     ax.autoscale_view()
     figure = ax.get_figure()
     assert figure is not None
     label = "attention relative to uniform (1 = average tile)"
-    figure.colorbar(tiles, ax=ax, label=label, shrink=0.8, extend="max" if most > bright else "neither")
+    extend = "max" if most > bright else "neither"
+    figure.colorbar(tiles, ax=ax, label=label, shrink=0.8, extend=extend)
     ax.set(aspect="equal", xlabel="x (pixels)", ylabel="y (pixels)", title=title)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(lambda x, _: f"{x:,.0f}")
@@ -156,7 +173,9 @@ def _draw(
     # how many rows, then columns, share each pixel
     shared = [np.bincount(np.arange(n) * side // n) for n, side in zip(shape, image.shape, strict=True)]
     image = image / np.outer(*shared)
-    most = image.max() or 1.0
+    most = image.max()
+    if most == 0:
+        most = 1.0
     law = (lambda mean: ink(mean, most), lambda dark: most * (np.maximum(dark - FAINTEST, 0) / (1 - FAINTEST)) ** 2)
     norm = FuncNorm(law, vmin=0, vmax=most)
     ax.imshow(image, cmap="Greys", norm=norm, extent=extent, interpolation="nearest")

@@ -35,8 +35,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         try:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata))
         except SafetensorError as error:
+            code = errno.EIO
             number = re.search(r"os error (\d+)", str(error))
-            code = int(number[1]) if number else errno.EIO
+            if number is not None:
+                code = int(number[1])
             raise OSError(code, os.strerror(code), str(path)) from error
 
 
@@ -101,7 +103,10 @@ def require_names(expected: Mapping[str, object], found: Mapping[str, object], w
     """Raise ValueError unless `found` has the same names as `expected`; `where` begins the message."""
     for word, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
         if names:
-            raise ValueError(f"{where}: {word} {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}")
+            shown = sorted(names)[:4]
+            if len(names) > len(shown):
+                shown.append("...")
+            raise ValueError(f"{where}: {word} {', '.join(shown)}")
 
 
 def digest(path: Path) -> str:

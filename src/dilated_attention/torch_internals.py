@@ -59,7 +59,9 @@ def fixed(value: Any) -> Any:
         return type(value)([fixed(x) for x in value])
     if isinstance(value, float):
         return value.__float__()
-    return index(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return index(value)
+    return value
 
 
 def in_export() -> bool:
@@ -131,8 +133,11 @@ def in_batched_gradients(*gradients: Tensor | None) -> bool:
 def autograd_position() -> tuple[int, int | None]:
     """Return autograd's next sequence number, and inside a backward the number of the node that runs: while activation
     checkpointing recomputes a forward, a node of the forward that is repeated."""
+    number = torch._C._autograd._get_sequence_nr()
     node = torch._C._current_autograd_node()
-    return torch._C._autograd._get_sequence_nr(), None if node is None else node._sequence_nr()
+    if node is None:
+        return number, None
+    return number, node._sequence_nr()
 
 
 def hooked(*modules: nn.Module) -> bool:
@@ -140,8 +145,11 @@ def hooked(*modules: nn.Module) -> bool:
     all modules, or a forward of the instance's own, as accelerate sets it."""
     if torch.nn.modules.module._has_any_global_hook():
         return True
-    inside = (x for module in modules for x in module.modules())
-    return any(x._forward_hooks or x._forward_pre_hooks or "forward" in x.__dict__ for x in inside)
+    for module in modules:
+        for x in module.modules():
+            if x._forward_hooks or x._forward_pre_hooks or "forward" in x.__dict__:
+                return True
+    return False
 
 
 def observed(*tensors: Tensor | None) -> bool:
@@ -168,14 +176,19 @@ def mapped_indices() -> AbstractContextManager[None]:
 
 def in_autocast(x: Tensor) -> bool:
     """Return whether autocast is on for the device of x."""
-    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # a device takes long to say its type
-    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return known and torch.is_autocast_enabled(kind)
+    if x.is_cpu:  # asked first: a device takes long to say its type
+        return torch.is_autocast_enabled("cpu")
+    if x.is_cuda:
+        return torch.is_autocast_enabled("cuda")
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context without autocast on the device of x."""
-    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
+    if in_autocast(x):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
 
 
 def require_when_run(condition: Tensor, message: str) -> None:
