@@ -144,30 +144,12 @@ def explain(
     for layout in sorted(layouts, key=lambda x: x.seq_len, reverse=True):
         inside[layout.seq_len] = (*inside.get(layout.seq_len, ()), *calls_of(layout))
 
-    ratio = q.shape[2] // k.shape[2]
-    row = q.shape[3] * q.element_size()
     pairs = 0
     moved = 0
     for group, batch, own in work:
-        problems = group.queries.segments * batch
-        queries = group.queries.count
-        keys = group.keys.count
-        written = 1 if group.first else 2  # a merge reads what it changes
-        if own is None:
-            pairs += batch * ratio * group.entries()
-            moved += problems * group.heads * (queries * ratio * (row + written * (row + 4)) + keys * 2 * row)
-            continue
-        heads: list[int] = []
-        for i in range(group.heads):
-            first = (group.head + i * group.head_stride) * ratio
-            heads += range(first, first + ratio)
-        layout = own.for_heads(q.shape[2])
-        if layout.num_heads > 1:
-            layout = layout.select(heads=heads)
-        each = problems * len(heads) // max(1, layout.batch_size * layout.num_heads)  # a batch may be empty
-        pairs += each * int(layout.seen.sum())
-        for run in calls_of(layout):
-            moved += each * run.rows * (run.queries * (row + written * (row + 4)) + run.keys * 2 * row)
+        more_pairs, more_moved = _cost(group, batch, own, q, k)
+        pairs += more_pairs
+        moved += more_moved
 
     choice = call.choice
     flops = 4 * q.shape[3] * pairs
@@ -176,6 +158,31 @@ def explain(
         choice.backend.name, choice.reason, choice.refusals, groups, flops, moved, inside, chosen, exchange,
         describe_unserved(call.branches),
     )  # fmt: skip
+
+
+def _cost(group: StridedGroup, batch: int, own: BlockLayout | None, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Return the number of score entries of a group in `batch` batch elements, and the bytes that it moves at least.
+    `own`: its layout, or None."""
+    ratio = q.shape[2] // k.shape[2]
+    problems = group.queries.segments * batch
+    row = q.shape[3] * q.element_size()
+    written = 1 if group.first else 2  # a merge reads what it changes
+    of_query = row + written * (row + 4)  # a row of q, and those of out and lse
+    of_key = 2 * row
+    if own is None:
+        moved = group.queries.count * ratio * of_query + group.keys.count * of_key
+        return batch * ratio * group.entries(), problems * group.heads * moved
+
+    layout = own.for_heads(q.shape[2])
+    if layout.num_heads > 1:
+        heads: list[int] = []
+        for i in range(group.heads):
+            first = (group.head + i * group.head_stride) * ratio
+            heads += range(first, first + ratio)
+        layout = layout.select(heads=heads)
+    times = problems * group.heads * ratio // max(1, layout.batch_size * layout.num_heads)  # a batch may be empty
+    moved = sum([run.rows * (run.queries * of_query + run.keys * of_key) for run in calls_of(layout)])
+    return times * int(layout.seen.sum()), times * moved
 
 
 def _work(
