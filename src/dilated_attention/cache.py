@@ -114,7 +114,7 @@ class PlanCache:
         return value
 
     def grow(self, key: Hashable, value: Any, nbytes: int) -> None:
-        """Count `nbytes` that a value has come to hold, if it is still the one of `key`."""
+        """Add `nbytes` to the size of the entry of `key`, if it still holds this value."""
         with self._lock:
             found, size = self._entries.get(key, (None, 0))
             if found is value:

@@ -17,7 +17,7 @@ from dilated_attention.torch_internals import in_torch_func, is_mapped, observed
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 MANY_HEADS = 256
-"""No model has as many heads, each with keys of its own; decoding, whose seq is 1, has fewer."""
+"""The number of KV heads at which seq and heads are probably swapped: models have fewer, and so has decoding, seq 1."""
 
 _PAIRS = (
     "give key_padding_mask=, True for hidden keys, or is_causal=True; a mask over pairs of tokens is a pattern, "

@@ -624,8 +624,9 @@ def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLay
 
 
 def pattern_for(layout: LayoutOfLength, length: int, is_ragged: bool = False) -> BlockLayout | Product:
-    """Return the layout that a layout function returns for `length` tokens. Return its product with one segment of all
-    tokens, which calls it later, if samples differ in length; and for a symbol, which a call refuses."""
+    """Return the layout that a layout function returns for `length` tokens. Instead, return its product with one
+    segment of all tokens if samples differ in length, since the product calls the function later, or if `length` is a
+    symbol, since a call then refuses the product."""
     if is_ragged or is_symbol(length):
         return Dilated((WHOLE,), (1,)) * layout
     return layout_for(layout, length)

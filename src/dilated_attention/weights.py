@@ -72,7 +72,7 @@ def attention_weights(
             k = k.masked_fill(key_padding_mask[:, :, None, None], 0.0)
         if sinks is not None:
             checks.sinks(q, sinks)
-            lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of no pair; two of -inf have no gradient
+            lse = lse.masked_fill(lse == -torch.inf, 0.0)  # a row without pairs: two of -inf have no gradient
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
 
         batch, seq_len, heads, head_dim = q.shape
@@ -121,7 +121,7 @@ def attention_weights(
 
 
 def _narrow(group: StridedGroup) -> Iterator[StridedGroup]:
-    """Yield a group in parts that, where it has a band with two bounds, form few pairs outside of it."""
+    """Yield the group, in runs of queries if its band has two bounds, so that few pairs lie outside the band."""
     if group.low is None or group.high is None:
         return iter((group,))
     return group.runs(max(_LEAST_RUN, group.high - group.low + 1))

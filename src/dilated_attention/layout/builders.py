@@ -22,8 +22,8 @@ Value = TypeVar("Value")
 
 
 def constant(builder: Callable[..., Value], grid: BlockGrid, *arguments: Any) -> Value:
-    """Return builder(grid, *arguments), which `torch.compile` calls as it traces, because it draws numbers or reads
-    them out of tensors: a constant of the sequence length. `arguments` hold no tensors."""
+    """Return builder(grid, *arguments). The builder draws numbers or reads them out of tensors, so `torch.compile`
+    calls it while tracing, and the result is a constant of the graph. `arguments` hold no tensors."""
     numbers = fixed((grid.seq_len, grid.q_block, grid.k_block))
     return _constant(builder, *numbers, grid.is_causal, *[fixed(x) for x in arguments])
 
@@ -213,6 +213,7 @@ def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
     generator = torch.Generator().manual_seed(checks.integer("seed", seed))
     dense = wanted * 2 > visible  # the few that are left out are drawn instead
     few = torch.where(dense, visible - wanted, wanted)
+
     draws = torch.empty(visible.numel(), 0, dtype=torch.int64, device="cpu")
     while True:
         # distinct values seen after n draws of v: about v (1 - exp(-n / v)), and v ln 2 draws show half of them
@@ -225,12 +226,14 @@ def _draw(visible: Tensor, wanted: Tensor, seed: int) -> Lists:
         seen = torch.zeros_like(novel).scatter_(1, order, novel).cumsum(1)
         if bool((seen[:, -1] >= few).all()):
             break
+
     # the first `few` distinct values in drawing order are a uniform subset
     taken = (novel & (seen.gather(1, order) <= few[:, None])).nonzero()
     row = taken[:, 0]
     value = value[tuple(taken.T)]
     if not bool(dense.any()):
         return wanted, value
+
     width = int(visible.max())
     counts = torch.where(dense, visible, wanted)
     source = torch.repeat_interleave(counts)

@@ -217,6 +217,7 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
     end = grid.seq_len
     cut = grid.cut(row, indices) | ((indices + 1) * grid.k_block > end) | ((query + 1) * grid.q_block > end)
     key_row = row // grid.rows * grid.columns + indices
+
     lists = []
     for keep in (cut, ~cut):
         lists.append(_rectangle(row[keep], indices[keep], (*lead, grid.rows), grid.columns))
@@ -224,6 +225,7 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
         lists.append(_rectangle(key_row[keep][order], query[keep][order], (*lead, grid.columns), grid.rows))
     kv, q = lists[:2]
     full_kv, full_q = lists[2:]
+
     sees = _sees(grid, indptr, indices, steps=int(counts.max()).bit_length())
     size = grid.q_block, grid.k_block
     return BlockMask((end, end), *kv, *full_kv, *q, *full_q, BLOCK_SIZE=size, mask_mod=sees)
@@ -287,6 +289,7 @@ def from_block_mask(m: BlockMask) -> tuple[BlockGrid, Lists]:
     if m.full_kv_num_blocks is not None and m.full_kv_indices is not None:
         full = _keys(m.full_kv_num_blocks, m.full_kv_indices, grid)
     blocks = torch.cat([partial, full]).sort().values
+
     lead = (m.kv_num_blocks.shape[0], m.kv_num_blocks.shape[1])
     is_whole, is_lower = _shown_inside(m, grid, partial, lead[1])
     grid = BlockGrid(keys, grid.q_block, grid.k_block, is_causal=not is_whole)
