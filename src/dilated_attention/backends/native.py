@@ -7,9 +7,9 @@ output. If the first group covers the whole sequence, the result of its call *is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -62,7 +62,8 @@ def _families(groups: tuple[StridedGroup, ...]) -> Iterator[tuple[StridedGroup, 
     """
     i = 0
     while i < len(groups):
-        first, residues = groups[i], 1
+        first = groups[i]
+        residues = 1
         while i + residues < len(groups) and groups[i + residues] == first.shifted(residues, residues):
             residues += 1
         yield first, residues
@@ -95,24 +96,35 @@ class _Tile:
     def cut(self, pieces: int, most: int) -> Iterator[_Tile]:
         """Cut into at least `pieces` tiles, if there are enough problems and heads to cut, of at most `_MOST_PROBLEMS`
         problems. Problems times heads is at most `most`."""
-        problems, heads = len(self.batch) * len(self.segment) * len(self.residue), len(self.q_heads)
+        problems = len(self.batch) * len(self.segment) * len(self.residue)
+        heads = len(self.q_heads)
         if pieces == 1 and problems <= _MOST_PROBLEMS and problems * heads <= most:
             yield self
             return
+
         # A folded batch and segment can only be cut by batch.
+        if len(self.batch) > 1:
+            axis = 0
+        elif len(self.segment) > 1:
+            axis = 1
+        else:
+            axis = 2
         axes = [self.batch, self.segment, self.residue]
-        axis = 0 if len(self.batch) > 1 else 1 if len(self.segment) > 1 else 2
         length = len(axes[axis])
+
         per_step = problems // length
         fit = max(1, min(_MOST_PROBLEMS, most // heads) // per_step)
         splits = min(max(pieces, -(-length // fit)), length)
         fit = most // (-(-length // splits) * per_step)
         head_splits = max(-(-pieces // splits), -(-heads // fit))
+
         for part in _pieces(axes[axis], splits):
             axes[axis] = part
             for q_heads in _pieces(self.q_heads, head_splits):
-                first = self.q_heads.index(q_heads[0])
-                k_heads = self.k_heads if self.shares_keys else self.k_heads[first : first + len(q_heads)]
+                k_heads = self.k_heads
+                if not self.shares_keys:
+                    first = self.q_heads.index(q_heads[0])
+                    k_heads = k_heads[first : first + len(q_heads)]
                 batch, segment, residue = axes
                 yield _Tile(batch, segment, residue, q_heads, k_heads, self.q_shift)
 
@@ -140,8 +152,8 @@ class _Tile:
         return self._view(x, rows, self.k_heads[:1], 1, 1).unsqueeze(-2)
 
     def pairs(self, attributes: Attributes, group: StridedGroup, k: Tensor) -> Pairs | None:
-        """Return the hash words of this tile's queries and keys in `group`; None without dropout. The words of keys
-        are expanded to the batch, tokens and heads of `k`."""
+        """Return the hash words of this tile's queries and keys in `group`; None without dropout. The words of keys are
+        expanded to the batch, tokens and heads of `k`."""
         if "words" not in attributes.queries:
             return None
         keys = attributes.keys["words"].expand(k.shape[:3])
@@ -152,7 +164,7 @@ class _Tile:
         layout = layouts[group.keys.count]
         batch = self.batch if layout.batch_size > 1 else None
         heads = self.q_heads if layout.num_heads > 1 else None
-        if batch is heads is None:
+        if batch is None and heads is None:
             return layout
 
         def make() -> BlockLayout:
@@ -163,18 +175,24 @@ class _Tile:
     def _view(self, x: Tensor, rows: Rows, heads: range, number: int, shift: int) -> Tensor:
         """View x as (problems, number, rows, ...), for the given heads or a single one repeated `number` times; each
         residue shifts heads by `shift`."""
-        head_step = heads.step if len(heads) == number else 0
+        head_step = heads.step
+        if len(heads) < number:
+            head_step = 0
         every_head = number == x.shape[2] and head_step == 1 and len(self.residue) == 1
         if every_head and rows.count == x.shape[1] and len(self.batch) == x.shape[0]:  # a quicker way to the same view
             return x.transpose(1, 2)
+
         batch, token, per_head, *rest = x.stride()
         residue = self.residue.start
         start = rows.start + self.segment.start * rows.segment + residue
         offset = self.batch.start * batch + start * token + (heads.start + residue * shift) * per_head
+
         if len(self.residue) > 1:
             fold = token + shift * per_head
+        elif len(self.segment) > 1:
+            fold = rows.segment * token
         else:
-            fold = rows.segment * token if len(self.segment) > 1 else batch
+            fold = batch
         problems = len(self.batch) * len(self.segment) * len(self.residue)
         strides = (fold, head_step * per_head, rows.stride * token, *rest)
         return x.as_strided((problems, number, rows.count, *x.shape[3:]), strides, x.storage_offset() + offset)
@@ -183,8 +201,10 @@ class _Tile:
 def _most_heads(rows: Rows, head_dim: int) -> int:
     """Return the most problems x heads (see `_Tile`) that one call with these query rows may have: the operators sum dq
     in a buffer of padded rows and columns, whose size is limited."""
-    columns = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
-    return max(1, _MOST_ACCUMULATED // (-(-rows.count // 128) * 128 * columns))
+    unit = 32 if head_dim <= 128 else 64
+    padded_columns = -(-head_dim // unit) * unit
+    padded_rows = -(-rows.count // 128) * 128
+    return max(1, _MOST_ACCUMULATED // (padded_rows * padded_columns))
 
 
 def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], head_dim: int) -> _Tile | None:
@@ -195,11 +215,12 @@ def _whole(group: StridedGroup, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...
     within the operators' limits. `tensors`, `head_dim`: as in `_Whole.tiles`.
     """
     rows = group.queries
-    every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1] == k.shape[1]
-    every_row = every_row and group.keys == rows
-    every_head = group.heads == group.head_stride * group.heads == q.shape[2] == k.shape[2]
-    if not (group.first and every_row and every_head and _folds(group, tensors)):
+    every_row = rows.start == 0 and rows.stride == 1 and rows.segments * rows.count == q.shape[1]
+    every_key = group.keys == rows and k.shape[1] == q.shape[1]
+    every_head = group.head_stride == 1 and group.heads == q.shape[2] and k.shape[2] == q.shape[2]
+    if not (group.first and every_row and every_key and every_head and _folds(group, tensors)):
         return None
+
     problems = q.shape[0] * rows.segments
     if problems > _MOST_PROBLEMS or problems * group.heads > _most_heads(rows, head_dim):
         return None
@@ -222,7 +243,8 @@ def _head_runs(group: StridedGroup, ratio: int) -> list[tuple[range, range]]:
     k_heads = range(group.head, group.head + group.heads * step, step)
     if group.heads <= ratio:
         return [(range(head * ratio, (head + 1) * ratio), range(head, head + 1)) for head in k_heads]
-    first, stop = group.head * ratio, k_heads.stop * ratio
+    first = group.head * ratio
+    stop = k_heads.stop * ratio
     return [(range(first + j, stop + j, step * ratio), k_heads) for j in range(ratio)]
 
 
@@ -231,15 +253,19 @@ def _blocks(batches: int, segments: int, residues: int, folds: bool) -> Iterator
 
     One call spans either all residues of one segment, or all segments of one residue. `folds`: as in `_folds`.
     """
-    batch, segment, residue = range(batches), range(segments), range(residues)
-    if len(batch) * len(segment) < len(residue) * (1 if folds else len(batch)):
+    batch = range(batches)
+    segment = range(segments)
+    residue = range(residues)
+    batch_pieces = 1 if folds else batches
+    if batches * segments < residues * batch_pieces:
         return product(_pieces(batch, batches), _pieces(segment, segments), [residue])
-    return product(_pieces(batch, 1 if folds else batches), [segment], _pieces(residue, residues))
+    return product(_pieces(batch, batch_pieces), [segment], _pieces(residue, residues))
 
 
 def _pieces(indices: range, number: int) -> list[range]:
     """Split `indices` into at most `number` nearly equal pieces."""
-    length, number = len(indices), min(number, len(indices))
+    length = len(indices)
+    number = min(number, length)
     return [indices[i * length // number : (i + 1) * length // number] for i in range(number)]
 
 
@@ -253,7 +279,8 @@ def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
     if not group.banded or (group.low is None and group.high == 0):
         yield group
         return
-    rows, keys = group.queries, group.keys
+    rows = group.queries
+    keys = group.keys
     if group.low is None and group.high is not None and keys.count - group.high == rows.count:
         yield group._replace(keys=slice_rows(keys, 0, group.high), high=None)
         yield group._replace(keys=slice_rows(keys, group.high, keys.count), high=0, first=False)
@@ -263,7 +290,8 @@ def _cut(group: StridedGroup) -> Iterator[StridedGroup]:
 
 def _hidden(group: StridedGroup, device: torch.device) -> Tensor:
     """Return a mask, True where the band (`low`, `high`) of a group hides a key: bool, `(1, 1, queries, keys)`."""
-    row, column = (torch.arange(x.count, device=device) for x in (group.queries, group.keys))
+    row = torch.arange(group.queries.count, device=device)
+    column = torch.arange(group.keys.count, device=device)
     distance = column - row[:, None]
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if group.low is not None:
@@ -279,7 +307,9 @@ def _dense_rows(x: Tensor) -> Tensor:
     The fused operators read rows as dense vectors, and matrix products need rows that do not overlap.
     """
     apart = x.stride(1) >= x.shape[-1] or x.shape[1] == 1
-    return x if x.stride(-1) == 1 and apart else x.clone(memory_format=torch.contiguous_format)
+    if apart and x.stride(-1) == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class _Listed(NamedTuple):
@@ -292,7 +322,9 @@ class _Listed(NamedTuple):
 
     @classmethod
     def of(cls, layout: BlockLayout, group: StridedGroup) -> _Listed:
-        (row, column), queries, keys = group.at, group.queries.count, group.keys.count
+        row, column = group.at
+        queries = group.queries.count
+        keys = group.keys.count
         if keys == layout.seq_len:
             return cls(layout, row, column)
 
@@ -317,15 +349,20 @@ class _Listed(NamedTuple):
 
     def _padded(self, x: Tensor, first: int) -> Tensor:
         after = self.layout.seq_len - first - x.shape[2]
-        return pad(x, (0, 0) * (x.dim() - 3) + (first, after)) if first or after else x
+        if not first and not after:
+            return x
+        return pad(x, (0, 0) * (x.dim() - 3) + (first, after))
 
     def settings(self, settings: Settings, k: Tensor) -> Settings:
         """Return settings for all rows and columns of the layout; columns without a key of k are hidden."""
-        bias, pairs = settings.bias, settings.pairs
         after = self.layout.seq_len - self.column - k.shape[2]
+        bias = settings.bias
         if self.column or after:
-            bias = k.new_zeros(len(k), 1, 1, k.shape[2]) if bias is None else bias
+            if bias is None:
+                bias = k.new_zeros(len(k), 1, 1, k.shape[2])
             bias = pad(bias, (self.column, after), value=-torch.inf)
+
+        pairs = settings.pairs
         if pairs is not None:
             of_keys = pad(pairs.keys, (self.column, after))
             pairs = Pairs(self.rows(pairs.queries), of_keys)
@@ -337,17 +374,26 @@ class _Whole:
 
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.problem = problem
-        self.q, self.k, self.v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+        self.q = _dense_rows(q)
+        self.k = _dense_rows(k)
+        self.v = _dense_rows(v)
+
         hidden = problem.hidden
-        self.bias = None if hidden is None else bias_of(hidden.expand(len(q), -1, -1), q.dtype)
-        groups = problem.plan.groups if q.numel() else ()
-        self.groups = groups if problem.layouts else tuple([part for group in groups for part in _cut(group)])
+        self.bias: Tensor | None = None
+        if hidden is not None:
+            self.bias = bias_of(hidden.expand(len(q), -1, -1), q.dtype)
+
+        self.groups = problem.plan.groups
+        if not q.numel():
+            self.groups = ()
+        elif not problem.layouts:
+            self.groups = tuple(chain.from_iterable(map(_cut, self.groups)))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor that tiles view: q, k, v, the bias of the key mask, and the attributes of queries.
 
-        The attributes of keys are expanded like k.
+        The attributes of keys are views, or expanded like k.
         """
         found = [self.q, self.k, self.v, *self.problem.attributes.queries.values()]
         if self.bias is not None:
@@ -365,22 +411,36 @@ class _Whole:
             tensors: all (batch, seq, ...) tensors that the tiles will view.
             head_dim: the number of columns of q in the calls.
         """
-        q, layouts = self.q, self.problem.layouts
-        limit = _TILE_BYTES if q.device.type == "cpu" else max(_TILE_BYTES, q.numel() * q.element_size() // 4)
-        ratio, row_bytes = q.shape[2] // self.k.shape[2], q.shape[-1] * q.element_size()
-        per_head = layouts is not None and any(layout.num_heads > 1 for layout in layouts.values())
-        for group, residues in ((group, 1) for group in groups) if per_head else _families(groups):
-            most, segments = _most_heads(group.queries, head_dim), group.queries.segments
+        q = self.q
+        ratio = q.shape[2] // self.k.shape[2]
+        row_bytes = q.shape[-1] * q.element_size()
+        limit = _TILE_BYTES
+        if q.device.type != "cpu":
+            limit = max(limit, q.numel() * q.element_size() // 4)
+
+        layouts = self.problem.layouts
+        families: Iterable[tuple[StridedGroup, int]]
+        if layouts is not None and any(layout.num_heads > 1 for layout in layouts.values()):
+            families = [(group, 1) for group in groups]
+        else:
+            families = _families(groups)
+
+        for group, residues in families:
+            segments = group.queries.segments
+            most = _most_heads(group.queries, head_dim)
             folds = _folds(group, tensors) and segments <= min(_MOST_PROBLEMS, most)
             for q_heads, k_heads in _head_runs(group, ratio):
                 for batch, segment, residue in _blocks(len(q), segments, residues, folds):
-                    rows = len(batch) * len(segment) * len(residue) * len(q_heads) * group.queries.count
                     whole = _Tile(batch, segment, residue, q_heads, k_heads, ratio)
-                    yield from ((group, tile) for tile in whole.cut(-(-rows * row_bytes // limit), most))
+                    rows = len(batch) * len(segment) * len(residue) * len(q_heads) * group.queries.count
+                    for tile in whole.cut(-(-rows * row_bytes // limit), most):
+                        yield group, tile
 
     def _settings(self, group: StridedGroup, tile: _Tile) -> Settings:
-        problem, bias = self.problem, tile.bias(self.bias, group.keys)
+        problem = self.problem
+        bias = tile.bias(self.bias, group.keys)
         pairs = tile.pairs(problem.attributes, group, self.k)
+
         causal = group.low is None and group.high == 0
         if group.banded and not causal:
             band = bias_of(_hidden(group, self.q.device), self.q.dtype)
@@ -389,32 +449,44 @@ class _Whole:
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
         """Return out and lse of a tile, `(problems, heads, rows, ...)`; `group`: the group that it is cut from."""
-        q, *keys = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
-        settings, layouts = self._settings(group, tile), self.problem.layouts
-        if layouts is not None:
-            listed = _Listed.of(tile.layout(layouts, group), group)
-            k, v = (listed.columns(x) for x in keys)
-            out, lse = blocks.forward(listed.layout, listed.settings(settings, keys[0]), listed.rows(q), k, v)
-            return out.narrow(2, listed.row, group.queries.count), lse.narrow(2, listed.row, group.queries.count)
-        out, lse = fused.forward(settings, q, *keys)
-        if group.phantoms:
-            add_phantoms(out, lse, group.phantoms)
-        return out, lse
+        q = tile.queries(self.q, group.queries)
+        k = tile.keys(self.k, group.keys)
+        v = tile.keys(self.v, group.keys)
+        settings = self._settings(group, tile)
+        layouts = self.problem.layouts
+        if layouts is None:
+            out, lse = fused.forward(settings, q, k, v)
+            if group.phantoms:
+                add_phantoms(out, lse, group.phantoms)
+            return out, lse
+
+        listed = _Listed.of(tile.layout(layouts, group), group)
+        settings = listed.settings(settings, k)
+        out, lse = blocks.forward(listed.layout, settings, listed.rows(q), listed.columns(k), listed.columns(v))
+        rows = group.queries.count
+        return out.narrow(2, listed.row, rows), lse.narrow(2, listed.row, rows)
 
     def differentiate(self, merged: Merged, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of a tile, `(problems, heads, rows, head_dim)`, each per query head; `merged`: of the
         whole call."""
         part = merged.views(lambda x: tile.queries(x, group.queries))
-        q, *keys = tile.queries(self.q, group.queries), tile.keys(self.k, group.keys), tile.keys(self.v, group.keys)
-        settings, layouts = self._settings(group, tile), self.problem.layouts
-        if layouts is not None:
-            listed = _Listed.of(tile.layout(layouts, group), group)
-            k, v = (listed.columns(x) for x in keys)
-            settings, part = listed.settings(settings, keys[0]), part.views(listed.rows)
-            dq, dk, dv = blocks.backward(listed.layout, settings, part, listed.rows(q), k, v)
-            dk, dv = (x.narrow(2, listed.column, group.keys.count) for x in (dk, dv))
-            return dq.narrow(2, listed.row, group.queries.count), dk, dv
-        return fused.backward(settings, part, q, *keys)
+        q = tile.queries(self.q, group.queries)
+        k = tile.keys(self.k, group.keys)
+        v = tile.keys(self.v, group.keys)
+        settings = self._settings(group, tile)
+        layouts = self.problem.layouts
+        if layouts is None:
+            return fused.backward(settings, part, q, k, v)
+
+        listed = _Listed.of(tile.layout(layouts, group), group)
+        settings = listed.settings(settings, k)
+        part = part.views(listed.rows)
+        padded = (listed.rows(q), listed.columns(k), listed.columns(v))
+        dq, dk, dv = blocks.backward(listed.layout, settings, part, *padded)
+        dq = dq.narrow(2, listed.row, group.queries.count)
+        dk = dk.narrow(2, listed.column, group.keys.count)
+        dv = dv.narrow(2, listed.column, group.keys.count)
+        return dq, dk, dv
 
 
 def forward(
@@ -432,11 +504,16 @@ def forward(
         state: a running (out, lse), contiguous, to merge into in place; then no group may be marked `first`.
     """
     whole = _Whole(problem, q, k, v)
-    groups, inputs = whole.groups, whole.tensors
+    groups = whole.groups
+    inputs = whole.tensors
+    whole_tile = None
+    if state is None and groups:
+        whole_tile = _whole(groups[0], whole.q, whole.k, inputs, q.shape[-1])
+
     if state is not None:
         out, lse = state
-    elif groups and (tile := _whole(groups[0], whole.q, whole.k, inputs, q.shape[-1])):
-        part, part_lse = whole.attend(groups[0], tile)
+    elif whole_tile is not None:
+        part, part_lse = whole.attend(groups[0], whole_tile)
         out = part.transpose(1, 2).reshape(q.shape).contiguous().detach()  # a view could not be changed in place
         statistic = torch.promote_types(q.dtype, torch.float32)
         lse = part_lse.transpose(1, 2).reshape(q.shape[:3]).to(statistic).contiguous().detach()
@@ -446,7 +523,8 @@ def forward(
 
     for group, tile in whole.tiles(groups, (*inputs, out), q.shape[-1]):
         part, part_lse = whole.attend(group, tile)
-        rows, rows_lse = tile.queries(out, group.queries), tile.queries(lse, group.queries)
+        rows = tile.queries(out, group.queries)
+        rows_lse = tile.queries(lse, group.queries)
         if group.first:
             rows.copy_(part)
             rows_lse.copy_(part_lse)
@@ -474,21 +552,30 @@ def backward(
     """
     empty = lse == -torch.inf
     lse = lse.masked_fill(empty, 0.0)  # exp(-inf - 0) = 0: rows that see nothing give no gradient
+    head_dim = q.shape[-1]
     if dlse is not None:
         dlse = dlse.masked_fill(empty, 0.0)
+        head_dim += 8  # a gradient on lse appends at most 8 columns
 
-    whole, plan = _Whole(problem, q, k, v), problem.plan
+    plan = problem.plan
+    whole = _Whole(problem, q, k, v)
     merged = Merged(_dense_rows(dout), dlse, _dense_rows(out), lse)
-    groups, inputs = whole.groups, (*whole.tensors, merged.dout)
-    head_dim = q.shape[-1] + (0 if dlse is None else 8)  # a gradient on lse appends at most 8 columns
+    groups = whole.groups
+    inputs = (*whole.tensors, merged.dout)
     # Where every group's keys are its queries, the group that writes a row of out may write that row of dq, dk and dv.
     assign = state is None and plan.square and q.shape[2] == k.shape[2] and groups == plan.groups
     # Rows that several parts add to are summed in single precision at least.
-    sums = q.dtype if assign and len(groups) == 1 else torch.promote_types(q.dtype, torch.float32)
+    sums = q.dtype
+    if not assign or len(groups) != 1:
+        sums = torch.promote_types(q.dtype, torch.float32)
+    whole_tile = None
+    if assign and groups:
+        whole_tile = _whole(groups[0], whole.q, whole.k, inputs, head_dim)
+
     if state is not None:
         dq, dk, dv = state
-    elif assign and groups and (tile := _whole(groups[0], whole.q, whole.k, inputs, head_dim)):
-        parts = whole.differentiate(merged, groups[0], tile)
+    elif whole_tile is not None:
+        parts = whole.differentiate(merged, groups[0], whole_tile)
         dq, dk, dv = (part.transpose(1, 2).reshape(q.shape).to(sums).contiguous() for part in parts)
         groups = groups[1:]
     else:
@@ -498,11 +585,14 @@ def backward(
     for group, tile in whole.tiles(groups, (*inputs, dq, dk), head_dim):
         part_q, part_k, part_v = whole.differentiate(merged, group, tile)
         if tile.shares_keys:
-            part_k, part_v = part_k.sum(1, keepdim=True), part_v.sum(1, keepdim=True)
-        targets = tile.queries(dq, group.queries), tile.key_sums(dk, group.keys), tile.key_sums(dv, group.keys)
+            part_k = part_k.sum(1, keepdim=True)
+            part_v = part_v.sum(1, keepdim=True)
+        targets = (tile.queries(dq, group.queries), tile.key_sums(dk, group.keys), tile.key_sums(dv, group.keys))
         for target, part in zip(targets, (part_q, part_k, part_v), strict=True):
             if assign and group.first:
                 target.copy_(part)
             else:
                 target.add_(part)
-    return state or (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype))
+    if state is not None:
+        return state
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
