@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +28,13 @@ from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, Rows, StridedGroup
 
+T = TypeVar("T")
+
 Part = tuple[np.ndarray, Sequence[int]]
 """An array of cells, and the KV heads for which each of them is computed."""
 
-TILE_FIELDS, SPAN_FIELDS = 8, 5
+TILE_FIELDS = 8
+SPAN_FIELDS = 5
 HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST, AHEAD = range(TILE_FIELDS)
 STARTS = slice(TILE_FIELDS, None, SPAN_FIELDS)
 STRIDES = slice(TILE_FIELDS + 1, None, SPAN_FIELDS)
@@ -119,22 +123,27 @@ def _span_table(parts: Sequence[Part], side: Side, masked: bool, shape: Shape, d
 def _block_table(
     groups: Sequence[StridedGroup], side: Side, shape: Shape, layout: BlockLayout, device: torch.device
 ) -> Table:
-    own, loop = (layout.q_block, layout.k_block) if side == "queries" else (layout.k_block, layout.q_block)
+    own, loop = _held_first(side, layout.q_block, layout.k_block)
     parts: list[Part] = []
     whole = True
     for group in groups:
         row, column = group.at
         # With the layout's own bound: no later key if it is causal.
-        cells = _segment_cells(group._replace(low=None, high=row - column if layout.is_causal else None), side)
-        held, streamed = (row, group.keys) if side == "queries" else (column, group.queries)
-        parts.append((_block_cells(cells, side, own, held), _heads(group)))
-        whole &= cells[0, AHEAD] == 0 and streamed.count == layout.seq_len
+        high = row - column if layout.is_causal else None
+        cells = _segment_cells(group._replace(low=None, high=high), side)
+        ahead, _ = _held_first(side, row, column)
+        parts.append((_block_cells(cells, side, own, ahead), _heads(group)))
+        _, streamed = _sides(group, side)
+        if cells[0, AHEAD] or streamed.count != layout.seq_len:
+            whole = False
     lines = heaviest_first(_lines(parts, side, shape.own))
+
     even = loop % shape.loop == 0 and whole and layout.seq_len % loop == 0
     if side == "queries" and (loop % shape.loop or not whole):  # lists name keys outside the span
         edge = -1
     elif layout.is_causal:  # the blocks that meet the tokens of the tile's own block, the partial last one among them
-        edge = max(1, own // loop) if own % loop == 0 or loop % own == 0 else -(-(own - 1) // loop) + 1
+        nested = own % loop == 0 or loop % own == 0
+        edge = max(1, own // loop) if nested else -(-(own - 1) // loop) + 1
     else:
         edge = int(side == "queries" and not even)
     table = _table(lines, side, shape, 1, layout.is_causal, even, edge, device)
@@ -150,16 +159,21 @@ def _table(
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & used).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
     reach = int(lines[:, STRIDES].max(initial=0)) * shape.loop
-    chain, phantoms = not lines[:, FIRST].all(), bool(lines[:, PHANTOMS].any())
-    read = side == "queries" and even and not edge
-    strides = (_distinct(lines[:, STRIDE]), _distinct(lines[:, STRIDES][used])) if read else ((), ())
+    chain = not lines[:, FIRST].all()
+    phantoms = bool(lines[:, PHANTOMS].any())
+    strides: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    if side == "queries" and even and not edge:
+        strides = (_distinct(lines[:, STRIDE]), _distinct(lines[:, STRIDES][used]))
     return Table(_to(device, lines), spans, chain, masked, banded, even, edge, reach, strides, phantoms)
 
 
 def _distinct(x: np.ndarray) -> tuple[int, ...]:
     """Return the distinct entries of x, non-negative integers, in ascending order."""
-    small = x.max(initial=0) < 2**16  # then counting is faster than sorting
-    return tuple((np.flatnonzero(np.bincount(x)) if small else np.unique(x)).tolist())
+    if x.max(initial=0) < 2**16:  # counting is faster than sorting
+        found = np.flatnonzero(np.bincount(x))
+    else:
+        found = np.unique(x)
+    return tuple(found.tolist())
 
 
 def _to(device: torch.device, lines: np.ndarray) -> Tensor:
@@ -176,17 +190,23 @@ def _to(device: torch.device, lines: np.ndarray) -> Tensor:
 def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
     """Return two bounds for tile sizes: the most rows that a tile can hold, and the most that a loop step can visit."""
     sides = [_sides(group, side) for group in plan.groups]
-    own, loop = max(own.count for own, _ in sides), max(loop.count for _, loop in sides)
+    own = max(held.count for held, _ in sides)
+    loop = max(seen.count for _, seen in sides)
     if layouts is None:
         return own, loop
-    queries, keys = (max(size) for size in zip(*(layout.block_size for layout in layouts.values()), strict=True))
-    return (min(own, queries), min(loop, keys)) if side == "queries" else (min(own, keys), min(loop, queries))
+
+    blocks = [_held_first(side, *layout.block_size) for layout in layouts.values()]
+    largest_held = max(held for held, _ in blocks)
+    largest_seen = max(seen for _, seen in blocks)
+    return min(own, largest_held), min(loop, largest_seen)
 
 
 def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> Plan:
     """Return one plan over `seq_len` tokens for samples that begin at ascending `starts`, packed or in a padded batch
     that is viewed as one sample, so that a ragged batch is one call."""
-    groups = [group.shifted(start) for plan, start in zip(plans, starts, strict=True) for group in plan.groups]
+    groups: list[StridedGroup] = []
+    for plan, start in zip(plans, starts, strict=True):
+        groups += [group.shifted(start) for group in plan.groups]
     return Plan(
         seq_len,
         max((plan.num_heads for plan in plans), default=0),
@@ -196,9 +216,14 @@ def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> P
     )
 
 
+def _held_first(side: Side, of_queries: T, of_keys: T) -> tuple[T, T]:
+    """Return the two values, first the one of the rows that tiles hold, then the one of the rows that they see."""
+    return (of_queries, of_keys) if side == "queries" else (of_keys, of_queries)
+
+
 def _sides(group: StridedGroup, side: Side) -> tuple[Rows, Rows]:
     """Return the rows of a group that tiles hold, and the rows that they see."""
-    return (group.queries, group.keys) if side == "queries" else (group.keys, group.queries)
+    return _held_first(side, group.queries, group.keys)
 
 
 def _heads(group: StridedGroup) -> range:
@@ -221,21 +246,29 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
     strides: dict[int, None] = {}  # in order
     for group in groups:
         rows, _ = _sides(group, side)
-        low, high = rows.start, rows.start + (rows.segments - 1) * rows.segment + (rows.count - 1) * rows.stride + 1
-        stride = 1 if rows.segment % rows.stride and rows.segments > 1 else rows.stride
-        residue, turn = low % stride, 0
+        low = rows.start
+        high = low + (rows.segments - 1) * rows.segment + (rows.count - 1) * rows.stride + 1
+        stride = rows.stride
+        if rows.segments > 1 and rows.segment % stride:
+            stride = 1
+        residue = low % stride
         strides[stride] = None
+
+        turn = 0
         for head, other_stride in product(_heads(group), strides):
             found = touched.get((head, other_stride), {})
-            for intervals in [found.get(residue, [])] if other_stride == stride else found.values():
-                for other_low, other_high, reach, other in reversed(intervals):
+            residues = [residue] if other_stride == stride else list(found)
+            for other_residue in residues:
+                for other_low, other_high, reach, other in reversed(found.get(other_residue, [])):
                     if reach <= low:
                         break
                     if other_low < high and low < other_high:
                         turn = max(turn, other + 1)
         for head in _heads(group):
             intervals = touched.setdefault((head, stride), {}).setdefault(residue, [])
-            intervals.append((low, high, max(high, intervals[-1][2]) if intervals else high, turn))
+            furthest = max(high, intervals[-1][2]) if intervals else high
+            intervals.append((low, high, furthest, turn))
+
         if turn == len(out):
             out.append([])
         out[turn].append(group)
@@ -245,14 +278,16 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
     """Return the groups of each launch that `tables` plans with `join=False`, in order. Without layouts, a launch is a
     turn. With layouts, a turn has one for each number of keys in a segment, because each number has its own layout."""
-    out = turns(plan.groups, side)
+    in_turns = turns(plan.groups, side)
     if layouts is None:
-        return out
-    return [
-        [group for group in turn if group.keys.count == count]
-        for turn in out
-        for count in sorted({group.keys.count for group in turn}, reverse=True)
-    ]
+        return in_turns
+
+    launches: list[list[StridedGroup]] = []
+    for turn in in_turns:
+        counts = {group.keys.count for group in turn}
+        for count in sorted(counts, reverse=True):
+            launches.append([group for group in turn if group.keys.count == count])
+    return launches
 
 
 def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
@@ -270,9 +305,10 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
         steps = _steps(parts, shape)
         if launches and join:
             groups, _, before = launches[-1]
-            union = _union_parts([*groups, *turn], side)
+            joined = [*groups, *turn]
+            union = _union_parts(joined, side)
             if union and _steps(union, shape) <= MAX_EXTRA_STEPS * (before + steps):
-                launches[-1] = [*groups, *turn], union, before + steps
+                launches[-1] = (joined, union, before + steps)
                 continue
         launches.append((turn, parts, steps))
     return [parts for _, parts, _ in launches]
@@ -280,10 +316,12 @@ def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]
 
 def _steps(parts: Sequence[Part], shape: Shape) -> int:
     """Return how many loop steps `parts`, cut into tiles of this shape, take over all heads."""
-    return sum(
-        int((-(-cells[:, ROWS] // shape.own) * (-(-cells[:, COUNTS] // shape.loop)).sum(1)).sum()) * len(heads)
-        for cells, heads in parts
-    )
+    steps = 0
+    for cells, heads in parts:
+        tiles = -(-cells[:, ROWS] // shape.own)
+        steps_of_a_tile = (-(-cells[:, COUNTS] // shape.loop)).sum(1)
+        steps += int((tiles * steps_of_a_tile).sum()) * len(heads)
+    return steps
 
 
 # ---- cells
@@ -294,17 +332,21 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
     own, loop = _sides(group, side)
     segment = np.arange(own.segments)
     cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
-    cells[:, START], cells[:, STRIDE] = own.start + segment * own.segment, own.stride
-    cells[:, ROWS], cells[:, FIRST] = own.count, group.first
+    cells[:, START] = own.start + segment * own.segment
+    cells[:, STRIDE] = own.stride
+    cells[:, ROWS] = own.count
+    cells[:, FIRST] = group.first
     cells[:, PHANTOMS] = group.phantoms
-    cells[:, AHEAD] = group.at[1] if side == "queries" else group.at[0]
-    cells[:, TILE_FIELDS] = loop.start + segment * loop.segment
+    _, cells[:, AHEAD] = _held_first(side, *group.at)
+
     sign = 1 if side == "queries" else -1  # key i is seen by query j iff -high <= j - i <= -low
-    edges = [None if x is None else sign * x for x in (group.high, group.low)]
-    unmasked = UNMASKED[side]
-    cells[:, TILE_FIELDS + 1 :] = (
-        loop.stride, loop.count, *(hidden if x is None else x for x, hidden in zip(edges, unmasked, strict=True))
-    )  # fmt: skip
+    near, far = UNMASKED[side]
+    if group.high is not None:
+        near = sign * group.high
+    if group.low is not None:
+        far = sign * group.low
+    cells[:, TILE_FIELDS] = loop.start + segment * loop.segment
+    cells[:, TILE_FIELDS + 1 :] = (loop.stride, loop.count, near, far)
     return cells
 
 
@@ -313,9 +355,11 @@ def _block_cells(cells: np.ndarray, side: Side, size: int, ahead: int) -> np.nda
     LIST becomes the block's number."""
     cell, block = _runs(-(-(ahead + cells[:, ROWS]) // size) - ahead // size)
     block += ahead // size
-    out, begin = cells[cell], np.maximum(block * size - ahead, 0)
+    begin = np.maximum(block * size - ahead, 0)
+    end = (block + 1) * size - ahead
+    out = cells[cell]
     out[:, LIST] = block
-    _advance(out, begin, (block + 1) * size - ahead - begin, side)
+    _advance(out, begin, end - begin, side)
     return out
 
 
@@ -347,14 +391,16 @@ def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
     alike: dict[tuple[int, ...], list[int]] = {}
     for head, its_groups in held.items():
         alike.setdefault(tuple(map(id, its_groups)), []).append(head)
+
     parts: list[Part] = []
     for heads in alike.values():
         its_groups = held[heads[0]]
         if math.lcm(*(_sides(group, side)[0].stride for group in its_groups)) > MAX_PERIOD:
             return []
-        parts.append((_union_cells(its_groups, side), heads))
-        if parts[-1][0].shape[1] > TILE_FIELDS + SPAN_FIELDS * MAX_SPANS:
+        cells = _union_cells(its_groups, side)
+        if cells.shape[1] > TILE_FIELDS + SPAN_FIELDS * MAX_SPANS:
             return []
+        parts.append((cells, heads))
     return parts
 
 
@@ -370,23 +416,34 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
     period = math.lcm(*(_sides(group, side)[0].stride for group in groups))
     segments = np.concatenate([_segment_cells(group, side) for group in groups])
     segment, step = _runs(period // segments[:, STRIDE])  # one entry per segment and residue class of its rows
-    start, stride, rows = segments[segment, START], segments[segment, STRIDE], segments[segment, ROWS]
+    start = segments[segment, START]
+    stride = segments[segment, STRIDE]
+    behind = start + (segments[segment, ROWS] - 1) * stride + 1
     residue = (start + step * stride) % period
+
     # Row residue + number * period gets the code residue * beyond + number, so that classes follow one another.
-    begin, end = -((residue - start) // period), -((residue - start - (rows - 1) * stride - 1) // period)
+    begin = -((residue - start) // period)
+    end = -((residue - behind) // period)
     beyond = int(end.max()) + 1
-    begin, end = residue * beyond + begin, residue * beyond + end
+    begin += residue * beyond
+    end += residue * beyond
     cuts = np.unique(np.concatenate([begin, end]))
+
+    # Each entry is a span of every cell between its first and its last cut; sort these pairs by cell.
     first = np.searchsorted(cuts, begin)
-    span, cell = _runs(np.searchsorted(cuts, end) - first)
-    cell += first[span]
+    entry, cell = _runs(np.searchsorted(cuts, end) - first)
+    cell += first[entry]
     order = np.argsort(cell, kind="stable")
-    cell, segment = cell[order], segment[span[order]]
+    cell = cell[order]
+    segment = segment[entry[order]]
     spans = np.bincount(cell, minlength=len(cuts) - 1)
     _, place = _runs(spans)
+
     cells = np.zeros((len(spans), TILE_FIELDS + SPAN_FIELDS * int(spans.max())), np.int64)
     residue, number = np.divmod(cuts[:-1], beyond)
-    cells[:, START], cells[:, STRIDE], cells[:, ROWS] = residue + number * period, period, np.diff(cuts)
+    cells[:, START] = residue + number * period
+    cells[:, STRIDE] = period
+    cells[:, ROWS] = np.diff(cuts)
     np.maximum.at(cells[:, FIRST], cell, segments[segment, FIRST])
     np.add.at(cells[:, PHANTOMS], cell, segments[segment, PHANTOMS])
     for field in range(SPAN_FIELDS):
@@ -400,7 +457,8 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
     """Return one line per tile and head: the cells of `parts` cut into tiles of `own` rows. Tiles of one cell and head
     are neighbours, because their loops read the same rows. In a causal cell the tiles with the most work come first."""
-    blocks, columns = [], max(cells.shape[1] for cells, _ in parts)
+    blocks = []
+    columns = max(cells.shape[1] for cells, _ in parts)
     for cells, heads in parts:
         tiles = -(-cells[:, ROWS] // own)
         cell, copy = _runs(tiles * len(heads))
@@ -427,12 +485,15 @@ def by_head(lines: np.ndarray) -> np.ndarray:
     Programs that run at the same time then see the same rows, which stay in the L2 cache.
     """
     longest = max(1, int((lines[:, STRIDES] * lines[:, COUNTS]).max(initial=0)))
-    return lines[np.lexsort((-lines[:, COUNTS].sum(1), lines[:, START] // longest, lines[:, HEAD]))]
+    stretch = lines[:, START] // longest
+    return lines[np.lexsort((-lines[:, COUNTS].sum(1), stretch, lines[:, HEAD]))]
 
 
 def gradient(x: Tensor, add: bool, covered: bool) -> Tensor:
     """Return a buffer for the gradient of x: zeros in float32 if launches `add` to it; otherwise in x's dtype, filled
     with zeros unless the launches write all rows (`covered`)."""
-    if add or not covered:
-        return x.new_zeros(x.shape, dtype=torch.float32 if add else x.dtype)
+    if add:
+        return x.new_zeros(x.shape, dtype=torch.float32)
+    if not covered:
+        return x.new_zeros(x.shape)
     return x.new_empty(x.shape)
