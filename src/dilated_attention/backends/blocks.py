@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -46,8 +47,13 @@ class Group:
     window: tuple[int, int] | None
 
     def part(self, start: int, stop: int) -> Group:
-        heads = None if self.heads is None else self.heads[start:stop]
-        window = None if self.window is None else (self.window[0] + start * self.window[1], self.window[1])
+        heads = self.heads
+        if heads is not None:
+            heads = heads[start:stop]
+        window = self.window
+        if window is not None:
+            first, step = window
+            window = (first + start * step, step)
         return replace(self, rows=self.rows[start:stop], heads=heads, keys=self.keys[start:stop], window=window)
 
 
@@ -59,44 +65,62 @@ class _Groups:
 
     @property
     def nbytes(self) -> int:
-        tables = [x for g in self.groups for x in (g.rows, g.keys, g.heads) if x is not None]
-        return 256 + 512 * len(self.groups) + sum(8 * x.numel() for x in tables)
+        nbytes = 256
+        for group in self.groups:
+            nbytes += 512 + 8 * (group.rows.numel() + group.keys.numel())
+            if group.heads is not None:
+                nbytes += 8 * group.heads.numel()
+        return nbytes
 
 
 def groups_of(layout: BlockLayout, batch: int) -> tuple[Group, ...]:
     """Return the groups of the lists of batch element `batch`."""
-    batch = batch if layout.batch_size > 1 else 0
+    if layout.batch_size == 1:
+        batch = 0
     key = ("blocks", layout.key, batch)
     return plan_cache.get(key, lambda: lasting(lambda: _Groups(tuple(_sorted(layout, batch))), layout.device)).groups
 
 
 def _sorted(layout: BlockLayout, batch: int) -> Iterator[Group]:
-    blocks, heads = layout.query_blocks, layout.num_heads
+    blocks = layout.query_blocks
+    heads = layout.num_heads
     lanes = layout.row - batch * blocks * heads  # a lane: head * query blocks + query block
     here = (lanes >= 0) & (lanes < blocks * heads)
-    lanes, keys, masked = lanes[here], layout.indices[here], layout.masked[here]
-    q_tail, k_tail = layout.seq_len % layout.q_block, layout.seq_len % layout.k_block
+    lanes = lanes[here]
+    keys = layout.indices[here]
+    masked = layout.masked[here]
+
+    q_tail = layout.seq_len % layout.q_block
+    k_tail = layout.seq_len % layout.k_block
     last_row = (lanes % blocks == blocks - 1) & (q_tail > 0)
     last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
-    for is_last_row, q_tokens in ((False, layout.q_block), (True, q_tail)):
-        for is_last_key, k_tokens in ((False, layout.k_block), (True, k_tail)):
-            for cut in (True, False):
-                chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
-                key, (lane, counts) = keys[chosen], lanes[chosen].unique_consecutive(return_counts=True)
-                begin = counts.cumsum(0) - counts
-                for count in counts.unique().tolist():
-                    of_count = counts == count
-                    entries = begin[of_count][:, None] + torch.arange(count, device=lane.device)
-                    row, head = lane[of_count] % blocks, lane[of_count] // blocks if heads > 1 else None
-                    listed = key[entries]
-                    window = None if heads > 1 else _window(listed)
-                    yield Group(row, head, listed, q_tokens, k_tokens, cut, window)
+    row_sizes = ((False, layout.q_block), (True, q_tail))
+    key_sizes = ((False, layout.k_block), (True, k_tail))
+    for (is_last_row, q_tokens), (is_last_key, k_tokens), cut in product(row_sizes, key_sizes, (True, False)):
+        chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
+        key = keys[chosen]
+        lane, counts = lanes[chosen].unique_consecutive(return_counts=True)
+        begin = counts.cumsum(0) - counts
+        for count in counts.unique().tolist():
+            of_count = counts == count
+            entries = begin[of_count][:, None] + torch.arange(count, device=lane.device)
+            listed = key[entries]
+            row = lane[of_count] % blocks
+            if heads > 1:
+                yield Group(row, lane[of_count] // blocks, listed, q_tokens, k_tokens, cut, None)
+            else:
+                yield Group(row, None, listed, q_tokens, k_tokens, cut, _window(listed))
 
 
 def _window(keys: Tensor) -> tuple[int, int] | None:
-    step = int(keys[1, 0] - keys[0, 0]) if len(keys) > 1 else 0
-    moved = bool((keys[:, 0].diff() == step).all()) and step >= 0
-    return (int(keys[0, 0]), step) if moved and bool((keys.diff(dim=1) == 1).all()) else None
+    """Return (first, step) of `Group.window` if these lists of key blocks form one, else None."""
+    steps = keys[:, 0].diff()
+    step = int(steps[0]) if len(steps) else 0
+    if step < 0 or not bool((steps == step).all()):
+        return None
+    if not bool((keys.diff(dim=1) == 1).all()):
+        return None
+    return int(keys[0, 0]), step
 
 
 @dataclass(frozen=True)
@@ -117,11 +141,12 @@ class Calls:
 
 def calls_of(layout: BlockLayout) -> tuple[Calls, ...]:
     """Describe the groups of a layout, in order, for all batch elements and heads that have separate lists."""
-    return tuple(
-        Calls(len(g.rows), g.q_tokens, g.keys.shape[1] * g.k_tokens, g.masked)
-        for batch in range(layout.batch_size)
-        for g in groups_of(layout, batch)
-    )
+    calls = []
+    for batch in range(layout.batch_size):
+        for group in groups_of(layout, batch):
+            keys = group.keys.shape[1] * group.k_tokens
+            calls.append(Calls(len(group.rows), group.q_tokens, keys, group.masked))
+    return tuple(calls)
 
 
 @dataclass(frozen=True)
@@ -143,30 +168,42 @@ class BlockRows:
         advanced indexing of x, most of all for a single head.
         """
         if self.heads is None and self.tokens == self.block:
-            return x[: len(x) // self.block * self.block].unflatten(0, (-1, self.block)), self.ids.flatten()
+            in_whole_blocks = x[: len(x) // self.block * self.block]
+            return in_whole_blocks.unflatten(0, (-1, self.block)), self.ids.flatten()
+
         token, head, *rest = x.stride()
-        start, last = self.ids * (self.block * token), (x.shape[0] - self.tokens) * token
-        if self.heads is None:
-            size, stride = (self.tokens, *x.shape[1:]), (token, head, *rest)
-        else:
-            start, last = start + self.heads[:, None] * head, last + (x.shape[1] - 1) * head
-            size, stride = (self.tokens, *x.shape[2:]), (token, *rest)
+        start = self.ids * (self.block * token)
+        last = (x.shape[0] - self.tokens) * token  # the last element at which a block may start
+        size = (self.tokens, *x.shape[1:])
+        stride = (token, head, *rest)
+        if self.heads is not None:
+            start = start + self.heads[:, None] * head
+            last += (x.shape[1] - 1) * head
+            size = (self.tokens, *x.shape[2:])
+            stride = (token, *rest)
         return x.as_strided((last + 1, *size), (1, *stride), x.storage_offset()), start.flatten()
 
     def take(self, x: Tensor) -> Tensor:
         """Return the rows of x, (R, heads or 1, m * tokens, ...): a view if they form a window, else a copy."""
         if self.window is not None:
-            (first, step), (token, head, *rest) = self.window, x.stride()
+            first, step = self.window
+            token, head, *rest = x.stride()
             size = (len(self.ids), x.shape[1], self.ids.shape[1] * self.tokens, *x.shape[2:])
             offset = x.storage_offset() + first * self.block * token
             return x.as_strided(size, (step * self.block * token, head, token, *rest), offset)
+
         view, start = self._view(x)
         taken = view.index_select(0, start).unflatten(0, self.ids.shape).flatten(1, 2)
-        return taken.transpose(1, 2) if self.heads is None else taken.unsqueeze(1)
+        if self.heads is None:
+            return taken.transpose(1, 2)
+        return taken.unsqueeze(1)
 
     def _slices(self, x: Tensor) -> Tensor:
         """View rows as `take` returns them as (tokens, R * m, ...), as `index_copy_` and `index_add_` need them."""
-        x = x.transpose(1, 2) if self.heads is None else x.squeeze(1)
+        if self.heads is None:
+            x = x.transpose(1, 2)
+        else:
+            x = x.squeeze(1)
         return x.unflatten(1, (-1, self.tokens)).flatten(0, 1).transpose(0, 1)
 
     def store(self, x: Tensor, values: Tensor) -> None:
@@ -196,18 +233,27 @@ def _calls(layout: BlockLayout, settings: Settings, tensors: list[Any], copies: 
     Each has `settings` with its own causality, bias and dropout. `tensors` are (batch, heads, seq, ...), q first, or
     None. A call reads or writes `copies` temporary vectors of head_dim numbers per token and head.
     """
-    q, pairs = tensors[0], settings.pairs
-    words = [] if pairs is None else [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]
+    q = tensors[0]
+    pairs = settings.pairs
+    words = []
+    if pairs is not None:
+        words = [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]
     vector = 2 * copies * q.shape[3] * q.element_size()
+
     for i in range(len(q)):
         whole = [None if x is None else x[i].transpose(0, 1) for x in (*tensors, *words)]
-        key_bias = None if settings.bias is None else settings.bias[i, 0, 0]
+        key_bias = None
+        if settings.bias is not None:
+            key_bias = settings.bias[i, 0, 0]
         for group in groups_of(layout, i):
-            heads = q.shape[1] if group.heads is None else 1
             fit = max(1, _CHUNK_BYTES // (vector * (group.q_tokens + group.keys.shape[1] * group.k_tokens)))
-            rows, some = max(1, fit // heads), fit if heads > 1 else q.shape[1]
-            for head in range(0, q.shape[1], some):
-                views: list[Any] = [None if x is None else x[:, head : head + some] for x in whole]
+            rows = fit
+            some_heads = q.shape[1]
+            if group.heads is None and q.shape[1] > 1:
+                rows = max(1, fit // q.shape[1])
+                some_heads = fit
+            for head in range(0, q.shape[1], some_heads):
+                views: list[Any] = [None if x is None else x[:, head : head + some_heads] for x in whole]
                 for row in range(0, len(group.rows), rows):
                     part = group.part(row, row + rows)
                     queries = BlockRows(layout.q_block, part.q_tokens, part.rows[:, None], part.heads)
@@ -236,7 +282,9 @@ def score_bias(
         query = group.rows[:, None] * layout.q_block + torch.arange(group.q_tokens, device=group.rows.device)
         key = group.keys[:, :, None] * layout.k_block + torch.arange(group.k_tokens, device=group.rows.device)
         mask = fused.bias_of(key.flatten(1)[:, None, :] > query[:, :, None], dtype)[:, None]
-        bias = mask if bias is None else bias + mask
+        if bias is None:
+            return mask
+        bias = bias + mask
     return bias
 
 
@@ -250,7 +298,8 @@ def forward(
     for call in _calls(layout, settings, [q, k, v, out, lse], 1):
         q_, k_, v_, out_, lse_ = call.views
         part, part_lse = fused.forward(call.settings, call.queries.take(q_), call.keys.take(k_), call.keys.take(v_))
-        rows, rows_lse = call.queries.take(out_), call.queries.take(lse_)
+        rows = call.queries.take(out_)
+        rows_lse = call.queries.take(lse_)
         merge_into(rows, rows_lse, part, part_lse)
         call.queries.store(out_, rows)
         call.queries.store(lse_, rows_lse)
