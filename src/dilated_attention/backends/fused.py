@@ -50,8 +50,10 @@ class Pairs(NamedTuple):
     keys: Int32[Tensor, "problems key_heads keys"]
 
     def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Pairs:
-        its_heads = heads if self.keys.shape[1] > 1 else slice(None)
-        return Pairs(self.queries[problems, heads, rows], self.keys[problems, its_heads, keys])
+        key_heads = heads
+        if self.keys.shape[1] == 1:
+            key_heads = slice(None)
+        return Pairs(self.queries[problems, heads, rows], self.keys[problems, key_heads, keys])
 
 
 class Settings(NamedTuple):
@@ -81,10 +83,11 @@ class Settings(NamedTuple):
 
     def part(self, problems: slice, heads: slice, rows: slice, keys: slice) -> Settings:
         """Return these settings for some batch elements (`problems`), heads, query rows and keys."""
-        bias, pairs = self.bias, self.pairs
+        bias = self.bias
         if bias is not None:
             slices = zip((problems, heads, rows), bias.shape, strict=False)
             bias = bias[tuple([x if size > 1 else slice(None) for x, size in slices])][..., keys]
+        pairs = self.pairs
         if pairs is not None:
             pairs = pairs.part(problems, heads, rows, keys)
         return self._replace(bias=bias, pairs=pairs)
@@ -106,8 +109,10 @@ class Merged(NamedTuple):
     lse: Statistic
 
     def views(self, view: Callable[[Tensor], Tensor]) -> Merged:
-        dout, dlse, out, lse = self
-        return Merged(view(dout), None if dlse is None else view(dlse), view(out), view(lse))
+        dlse = self.dlse
+        if dlse is not None:
+            dlse = view(dlse)
+        return Merged(view(self.dout), dlse, view(self.out), view(self.lse))
 
 
 def bias_of(hidden: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
@@ -116,17 +121,26 @@ def bias_of(hidden: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor,
 
 
 def _kind(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
+    """Name the operator of PyTorch that computes a call, or "plain"."""
     if q.device.type == "cpu":
-        return "cpu" if k.shape[2] >= 16 else "plain"  # below a vector of keys the operator turns a NaN score into 0
+        if k.shape[2] < 16:  # below a vector of keys the operator turns a NaN score into 0
+            return "plain"
+        return "cpu"
+
     head_dim = q.shape[-1]
     if q.device.type != "cuda" or bias is not None or q.dtype == torch.float64 or head_dim % 8:
         return "plain"
     capability = _capability(q.device)
     if capability < (8, 0):
-        return "plain" if q.dtype == torch.bfloat16 else "cuda_efficient"
+        if q.dtype == torch.bfloat16:
+            return "plain"
+        return "cuda_efficient"
+    if q.dtype == torch.float32 or head_dim > 256:
+        return "cuda_efficient"
     # PyTorch's sdp_utils.cpp: flash has no backward there.
-    refused = 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12)
-    return "cuda_efficient" if q.dtype == torch.float32 or head_dim > 256 or refused else "cuda_flash"
+    if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
+        return "cuda_efficient"
+    return "cuda_flash"
 
 
 @constant_when_traced
@@ -145,7 +159,9 @@ def forward(settings: Settings, q: Queries, k: Keys, v: Keys) -> tuple[Queries, 
     """Return out = softmax(scale q kᵀ + bias) v and its lse, for each (batch, head), with the given
     `settings`."""
     out, lse = _forward(settings, q, k, v)
-    return (out, lse) if not settings.hides or _is_finite(out) else _forward_of_finite(settings, q, k, v)
+    if settings.hides and not _is_finite(out):
+        return _forward_of_finite(settings, q, k, v)
+    return out, lse
 
 
 def _forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +169,7 @@ def _forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     kind = _kind(q, k, bias)
     if kind == "plain" or settings.plain:
         return _plain_forward(settings, q, k, v)
+
     out, lse = _fused_forward(kind, settings, q, k, v)
     if bias is not None:  # the operators disagree about empty rows
         seen = bias == 0
@@ -171,9 +188,9 @@ def backward(settings: Settings, merged: Merged, q: Queries, k: Keys, v: Keys) -
     """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse), and with
     the given `settings`. lse must not be -inf."""
     gradients = _backward(settings, merged, q, k, v)
-    if not settings.hides or all(map(_is_finite, gradients)):
-        return gradients
-    return _backward_of_finite(settings, merged, q, k, v)
+    if settings.hides and not all(map(_is_finite, gradients)):
+        return _backward_of_finite(settings, merged, q, k, v)
+    return gradients
 
 
 def _backward(settings: Settings, merged: Merged, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,11 +210,14 @@ def _is_finite(x: Tensor) -> bool:
 
 def _forward_of_finite(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `forward` with zeros for what is not finite, and write NaN in the rows that such a number belongs to."""
-    bad_q, bad_k, bad_v = _bad_rows(q), _bad_rows(k), ~v.isfinite()
+    bad_q = _bad_rows(q)
+    bad_k = _bad_rows(k)
+    bad_v = ~v.isfinite()
     tensors = q.masked_fill(bad_q, 0.0), k.masked_fill(bad_k, 0.0), v.masked_fill(bad_v, 0.0)
     out, lse = _forward(settings, *tensors)
     if not _is_finite(out):  # the score of a hidden key overflows: these products replace it, the operators add -inf
         out, lse = _plain_forward(settings, *tensors)
+
     bad = bad_q | _sees(settings, q, bad_k.expand_as(k))
     lse.masked_fill_(bad[..., 0], torch.nan)
     out.masked_fill_(bad | _sees(settings, q, bad_v), torch.nan)
@@ -213,11 +233,13 @@ def _backward_of_finite(
     bad = bad_p | _bad_rows(merged.dout) | _bad_rows(merged.out) | _sees(settings, q, bad_keys.expand_as(k))
     if merged.dlse is not None:
         bad = bad | _bad_rows(merged.dlse.unsqueeze(-1))
+
     part = merged.views(lambda x: x.masked_fill(bad if x.dim() == 4 else bad[..., 0], 0.0))
     tensors = q.masked_fill(bad, 0.0), k.masked_fill(bad_keys, 0.0), v.masked_fill(bad_keys, 0.0)
     gradients = _backward(settings, part, *tensors)
     if not all(map(_is_finite, gradients)):
         gradients = _plain_backward(settings, part, *tensors)
+
     dq, dk, dv = gradients
     of_values = bad_p | ~merged.dout.isfinite()
     dq.masked_fill_(bad, torch.nan)
@@ -242,9 +264,11 @@ def _seen(settings: Settings, marked: Tensor, k: Tensor) -> Tensor:
     """Return whether a marked query sees a key, per column of `marked`, (batch, heads, queries, head_dim): whether the
     sum of the marks of the queries that see it, its dv for weights of 1, is positive."""
     marks = marked.to(k.dtype)
-    nothing, keys = torch.zeros_like(marks), torch.zeros_like(k)
+    nothing = torch.zeros_like(marks)
+    keys = torch.zeros_like(k)
     lse = torch.zeros_like(marks[..., 0], dtype=torch.promote_types(k.dtype, torch.float32))
-    return _backward(_equal(settings), Merged(marks, None, nothing, lse), nothing, keys, keys)[2] > 0
+    _, _, sums = _backward(_equal(settings), Merged(marks, None, nothing, lse), nothing, keys, keys)
+    return sums > 0
 
 
 def _equal(settings: Settings) -> Settings:
@@ -280,11 +304,17 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _fused_forward(kind: str, settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    (scale, *_), is_causal, bias, _ = settings
+    scale = settings.scores.scale
+    is_causal = settings.is_causal
     if kind == "cpu":
-        bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
+        bias = settings.bias
+        if bias is not None:
+            bias = bias.expand(*q.shape[:3], k.shape[2])
         return torch_internals.flash_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
-    q, k, v = aligned(q), aligned(k), aligned(v)
+
+    q = aligned(q)
+    k = aligned(k)
+    v = aligned(v)
     if kind == "cuda_flash":
         out, lse = torch_internals.flash(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
         return out, lse
@@ -295,21 +325,27 @@ def _fused_forward(kind: str, settings: Settings, q: Tensor, k: Tensor, v: Tenso
 def _fused_backward(
     kind: str, settings: Settings, merged: Merged, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (scale, *_), is_causal, bias, _ = settings
+    scale = settings.scores.scale
+    is_causal = settings.is_causal
     dout, _, out, lse = merged
     if kind == "cpu":
-        bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
+        bias = settings.bias
+        if bias is not None:
+            bias = bias.expand(*q.shape[:3], k.shape[2])
         return torch_internals.flash_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
+
     dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
     # With dropout 0 the generator's state is not read, and without ragged sequences neither are the cumulative lengths.
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     if kind == "cuda_flash":
-        queries, keys = q.shape[2], k.shape[2]
+        queries = q.shape[2]
+        keys = k.shape[2]
         return torch_internals.flash_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, queries, keys, 0.0, is_causal, state, state, scale=scale
         )
+
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf).contiguous()
     if out.dtype != torch.float32:
         # For its rowsum(dout · out) the kernel takes the rows of out to be heads x head_dim apart, whatever its strides
@@ -325,9 +361,11 @@ def _plain_forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple
     if q[..., 0].numel() * k.shape[2] <= chunk:
         part, lse = _plain_part(settings, q, k, v)
         return part.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
+
     out, lse = (x.transpose(1, 2) for x in running(q.transpose(1, 2), covered=True))
     for problems, heads, rows, keys in _chunks(q, k, settings.is_causal, chunk):
-        here, there = (problems, heads, rows), (problems, heads, keys)
+        here = (problems, heads, rows)
+        there = (problems, heads, keys)
         out[here], lse[here] = _plain_part(settings.part(*here, keys), q[here], k[there], v[there], rows.start)
     return out, lse
 
@@ -350,9 +388,11 @@ def _plain_backward(
     chunk = _chunk(q)
     if q[..., 0].numel() * k.shape[2] <= chunk:
         return _plain_gradients(settings, dout, delta, q, k, v, lse)
+
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
     for problems, heads, rows, keys in _chunks(q, k, settings.is_causal, chunk):
-        here, there = (problems, heads, rows), (problems, heads, keys)
+        here = (problems, heads, rows)
+        there = (problems, heads, keys)
         part_q, part_k, part_v = _plain_gradients(
             settings.part(*here, keys), dout[here], delta[here], q[here], k[there], v[there], lse[here], rows.start
         )
@@ -377,22 +417,29 @@ def _plain_gradients(
 
 
 def _chunk(q: Tensor) -> int:
-    return _CHUNK if q.device.type == "cpu" else _CHUNK_OF_ACCELERATORS
+    if q.device.type == "cpu":
+        return _CHUNK
+    return _CHUNK_OF_ACCELERATORS
 
 
 def _chunks(q: Tensor, k: Tensor, is_causal: bool, chunk: int) -> Iterator[tuple[slice, slice, slice, slice]]:
     """Yield slices (batch, heads, query rows, the keys that these rows see), of at most `chunk` scores if possible."""
-    number, heads, rows, keys = *q.shape[:3], k.shape[2]
-    sizes, left = [], chunk // max(1, keys)
-    for length in (rows, heads, number):  # whole rows of a head first: long matrix products
+    problems, heads, rows, _ = q.shape
+    keys = k.shape[2]
+    sizes = []
+    left = chunk // max(1, keys)
+    for length in (rows, heads, problems):  # whole rows of a head first: long matrix products
         sizes.append(max(1, min(length, left)))
         left //= max(1, length)
-    for problem in range(0, number, sizes[2]):
-        for head in range(0, heads, sizes[1]):
-            for row in range(0, rows, sizes[0]):
-                stop = min(row + sizes[0], rows)
-                seen = slice(0, min(stop, keys) if is_causal else keys)
-                yield slice(problem, problem + sizes[2]), slice(head, head + sizes[1]), slice(row, stop), seen
+    some_rows, some_heads, some_problems = sizes
+
+    for problem in range(0, problems, some_problems):
+        for head in range(0, heads, some_heads):
+            for row in range(0, rows, some_rows):
+                stop = min(row + some_rows, rows)
+                seen = min(stop, keys) if is_causal else keys
+                here = slice(problem, problem + some_problems), slice(head, head + some_heads), slice(row, stop)
+                yield *here, slice(0, seen)
 
 
 def _formed(settings: Settings, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
