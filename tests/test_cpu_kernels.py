@@ -764,6 +764,7 @@ def test_a_forked_child_and_exit_during_a_call(fresh_python):
         from dilated_attention.backends.problem import Problem
         from dilated_attention.patterns import Dilated, Window
         from dilated_attention.plan import plan_dilated
+        from dilated_attention.scores import Scores
 
         torch.set_num_threads(2)
         cpu.ONE_THREAD = 0
@@ -808,6 +809,7 @@ def test_a_signal_during_a_call(gradients, fresh_python):
         from dilated_attention.backends import cpu
         from dilated_attention.backends.problem import Problem
         from dilated_attention.plan import plan_dilated
+        from dilated_attention.scores import Scores
 
         torch.set_num_threads(2)
         small = torch.randn(1, 300, 4, 64)
@@ -821,7 +823,7 @@ def test_a_signal_during_a_call(gradients, fresh_python):
         signal.signal(signal.SIGUSR1, check)
         x = torch.randn(1, 65536, 2, 64)  # seconds
         plan = plan_dilated((65536,), (1,), Dilated((65536,), (1,)).offset_table(2), 65536)
-        problem, lse = Problem(plan, 0.125), torch.zeros(1, 65536, 2)
+        problem, lse = Problem(plan, Scores(0.125)), torch.zeros(1, 65536, 2)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
