@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.kernels.cpu import build
 from dilated_attention.kernels.cpu.estimates import TYPES
+from dilated_attention.layout import BlockLayout
+from dilated_attention.layout.value import Transposed
 from dilated_attention.merge import running
 from dilated_attention.plan import Plan
 from dilated_attention.scores import Scores
@@ -46,7 +49,10 @@ def refusal(facts: Facts) -> str | None:
     """Return why this backend cannot serve a call, and what would serve it; None if it can."""
     if facts.device.type != "cpu":
         return f"the kernels run on CPUs, not {facts.device.type}"
-    return missing() or tiles.refusal(facts)
+    why = missing()
+    if why is not None:
+        return why
+    return tiles.refusal(facts)
 
 
 def on_request(facts: Facts) -> str | None:
@@ -115,7 +121,8 @@ class Processor:
 
     def most_few(self, dtype: torch.dtype) -> int:
         """Return the most rows per tile for which kernels/cpu/few.h runs a launch."""
-        return (FEW_ON_ARM64 if self.arm64 else FEW)[self.set_of(dtype)]
+        most = FEW_ON_ARM64 if self.arm64 else FEW
+        return most[self.set_of(dtype)]
 
 
 def instruction_set_of(dtype: torch.dtype) -> str:
@@ -123,7 +130,10 @@ def instruction_set_of(dtype: torch.dtype) -> str:
     name = PROCESSOR.sets[PROCESSOR.set_of(dtype)]
     if not PROCESSOR.in_halves(dtype):
         return name
-    return f"{name}, each number as two{', by set_float32_matmul_precision' * (dtype == torch.float32)}"
+    in_halves = f"{name}, each number as two"
+    if dtype == torch.float32:
+        return f"{in_halves}, by set_float32_matmul_precision"
+    return in_halves
 
 
 # ---- the library
@@ -131,15 +141,18 @@ def instruction_set_of(dtype: torch.dtype) -> str:
 
 def _load() -> tuple[ctypes.CDLL | None, Processor, str | None]:
     """Return (library or None, this machine's processor, why no kernel can run or None)."""
-    arm64, library = build.machine() == "arm64", build.load()
+    arm64 = build.machine() == "arm64"
+    library = build.load()
     if isinstance(library, str):
         return None, Processor(arm64, 0), library
+
     assert_same_fields(library)
     for name in ("instruction_set", "has_amx"):
         getattr(library, f"dilated_attention_{name}").restype = ctypes.c_int64
     highest = int(library.dilated_attention_instruction_set())
+    has_amx = bool(library.dilated_attention_has_amx())
     why = None if highest else "the kernels need a processor with AVX2"
-    return library, Processor(arm64, highest, bool(library.dilated_attention_has_amx())), why
+    return library, Processor(arm64, highest, has_amx), why
 
 
 def missing() -> str | None:
@@ -154,7 +167,9 @@ def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out, in q's dtype, and lse, float32, of a problem. Arguments and results are as in `native.forward`."""
-    out, lse = state or running(q, problem.plan.covered)
+    if state is None:
+        state = running(q, problem.plan.covered)
+    out, lse = state
     arguments = _Arguments(problem, q, k, v)
     arguments.set(out=out, lse=lse)
     for launch in launches(problem, q, "queries"):
@@ -165,12 +180,16 @@ def forward(
 def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, int] | None:
     """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
     bytes of the tables that it keeps; None if these exceed `MOST_PREPARED`."""
-    found, instructions, covered = launches(problem, q, "queries"), PROCESSOR.set_of(q.dtype), problem.plan.covered
+    found = launches(problem, q, "queries")
     nbytes = sum(x.table.lines.nbytes + x.jobs.nbytes for x in found)
     if nbytes > MOST_PREPARED:
         return None
+
+    instructions = PROCESSOR.set_of(q.dtype)
+    covered = problem.plan.covered
     arguments = _Arguments(problem, q, k, v)
-    shared, kind = arguments.shared, arguments.type
+    shared = arguments.shared
+    kind = arguments.type
     calls = []
     for launch in found:
         arguments.launch(launch)
@@ -182,7 +201,11 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
         out, lse = running(q, covered)
         for settled, _ in calls:
             call = _Call.from_buffer_copy(settled)
-            call.q, call.k, call.v, call.out, call.lse = [x.data_ptr() for x in (q, k, v, out, lse)]
+            call.q = q.data_ptr()
+            call.k = k.data_ptr()
+            call.v = v.data_ptr()
+            call.out = out.data_ptr()
+            call.lse = lse.data_ptr()
             call.threads = torch.get_num_threads() if shared else 1
             _run("forward", kind, instructions, call)
         return out, lse
@@ -200,9 +223,11 @@ def backward(
     are enough independent jobs for all threads: tiles of keys that share queries form one job. Otherwise a kernel of
     four products computes dk and dv, and a kernel of three products computes dq.
     """
-    arguments, plan = _Arguments(problem, q, k, v), problem.plan
-    together = launches(problem, q, "keys", owned=True)
+    arguments = _Arguments(problem, q, k, v)
     threads = arguments.call.threads
+    plan = problem.plan
+
+    together = launches(problem, q, "keys", owned=True)
     apart = tuple([i for i, x in enumerate(together) if x.few or x.idle(threads, q.shape[0]) > MOST_IDLE])
     which = apart if len(apart) < len(together) else None
     keys = launches(problem, q, "keys", which=which)
@@ -211,18 +236,23 @@ def backward(
 
     add_dkdv = state is not None or len(together) + len(keys) > 1
     add_dq = state is not None or bool(together) or len(queries) > 1
-    whole = plan.covered and problem.lengths is None
-    covered = whole and plan.square and problem.hidden is None and q.numel() > 0
-    dq, dk, dv = state or (
-        tiles.gradient(q, add_dq, whole),
-        tiles.gradient(k, add_dkdv, covered),
-        tiles.gradient(v, add_dkdv, covered),
-    )
-    out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    if state is not None:
+        dq, dk, dv = state
+    else:
+        every_query = plan.covered and problem.lengths is None
+        every_key = every_query and plan.square and problem.hidden is None and q.numel() > 0
+        dq = tiles.gradient(q, add_dq, every_query)
+        dk = tiles.gradient(k, add_dkdv, every_key)
+        dv = tiles.gradient(v, add_dkdv, every_key)
+    out = out.contiguous()
+    lse = lse.contiguous()
+    if dlse is not None:
+        dlse = dlse.contiguous()
     stats = lse.new_empty((*lse.shape, 2))
     arguments.set(dout=dout, out=out, lse=lse, dlse=dlse, stats=stats, dk=dk, dv=dv, add_dq=add_dq, add_dkdv=add_dkdv)
-    for launch in (*keys, *together)[:1]:
-        run("stats", arguments, launch)
+
+    if keys or together:
+        run("stats", arguments, (*keys, *together)[0])
     for launch in keys:
         run("dkdv", arguments, launch)
     arguments.set(dq=dq)
@@ -230,6 +260,7 @@ def backward(
         run("dkdv", arguments, launch)
     for launch in queries:
         run("dq", arguments, launch)
+
     if state is not None:
         return state
     sums = [dv, dk, dq]
@@ -239,12 +270,15 @@ def backward(
 
 # ---- launches
 
-MAX_OWN, LOOP = 256, 64
-"""The most rows per tile, and CHUNK of kernels/cpu/product.h. Half as many rows cost 3 to 5 % more, and a multiple
-would not fit the second-level cache. With AMX tiles, the backward's additions to dq per tile weigh more: there, twice
-as many rows save a tenth."""
+MAX_OWN = 256
+"""The most rows per tile. Half as many cost 3 to 5 % more, and a multiple would not fit the second-level cache. With
+AMX tiles, the backward's additions to dq per tile weigh more: there, twice as many rows save a tenth."""
 
-FEW, FEW_ON_ARM64 = (0, 4, 4, 2, 1), (0, 2, 1)
+LOOP = 64
+"""The rows per loop step: CHUNK of kernels/cpu/product.h."""
+
+FEW = (0, 4, 4, 2, 1)
+FEW_ON_ARM64 = (0, 2, 1)
 """The most rows per tile for which kernels/cpu/few.h runs a launch, by instruction set (notebook, 2026-11-22; on arm64
 a guess)."""
 
@@ -262,18 +296,29 @@ def launches(
         which: compute only the groups of these launches, given as positions in what `tiles.launched` returns for side
             "keys", even if `side` is "queries". None: all groups.
     """
-    plan, layouts = problem.plan, problem.layouts
+    plan = problem.plan
+    layouts = problem.layouts
     if not plan.groups or not q.numel() or which == ():
         return ()
-    blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
-    own, few = _own(side, q, plan), PROCESSOR.most_few(q.dtype)
-    row = 4 * q.shape[-1] * (4 if side == "keys" else 3 * q.shape[2] // max(1, plan.num_heads))
-    together = max(1, ROOM // row)
+
+    blocks = None
+    if layouts is not None:
+        blocks = tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
+    own = _own(side, q, plan)
+    few = PROCESSOR.most_few(q.dtype)
+    if side == "keys":
+        vectors = 4
+    else:
+        vectors = 3 * q.shape[2] // max(1, plan.num_heads)
+    together = max(1, ROOM // (4 * q.shape[-1] * vectors))
 
     def make() -> Launches:
         shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
-        of_keys = () if which is None else tiles.launched(plan, "keys", layouts)
-        some = plan if which is None else replace(plan, groups=tuple([x for i in which for x in of_keys[i]]))
+        some = plan
+        if which is not None:
+            of_keys = tiles.launched(plan, "keys", layouts)
+            groups = chain.from_iterable([of_keys[i] for i in which])
+            some = replace(plan, groups=tuple(groups))
         tables = tiles.tables(some, side, shape, layouts, q.device, join=False)
         return Launches(plan, tuple(launch_of(side, owned, few, together, table) for table in tables))
 
@@ -284,9 +329,17 @@ def launches(
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
     """Return the rows per tile: MAX_OWN, or 2 MAX_OWN for tiles of keys (`side`) with AMX. Halve this, once, if
     head_dim exceeds 128 or the rows would fill fewer than 32 tiles."""
-    rows = sum(x.heads * x.queries.segments * (x.queries if side == "queries" else x.keys).count for x in plan.groups)
-    most = 2 * MAX_OWN if side == "keys" and PROCESSOR.in_tiles(q.dtype) else MAX_OWN
-    return most if q.shape[-1] <= 128 and rows * q.shape[0] >= 32 * most else most // 2
+    rows = 0
+    for group in plan.groups:
+        held = group.queries if side == "queries" else group.keys
+        rows += group.heads * held.segments * held.count
+
+    most = MAX_OWN
+    if side == "keys" and PROCESSOR.in_tiles(q.dtype):
+        most = 2 * MAX_OWN
+    if q.shape[-1] > 128 or rows * q.shape[0] < 32 * most:
+        most //= 2
+    return most
 
 
 # ---- arguments
@@ -342,7 +395,9 @@ class _Arguments:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
         work = batch * head_dim * max(problem.plan.entries * ratio, READ * problem.plan.keys)
-        self.layouts, self.dtype, self.type = problem.layouts, q.dtype, TYPES[q.dtype]
+        self.layouts = problem.layouts
+        self.dtype = q.dtype
+        self.type = TYPES[q.dtype]
         self.shared = work > ONE_THREAD
         self.call = _Call(
             B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim,
@@ -350,12 +405,14 @@ class _Arguments:
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
         self.set(q=q, k=k, v=v, lengths=problem.lengths)
+
         if problem.hidden is not None:
             self.set(hidden=problem.hidden[..., 0].expand(batch, -1).contiguous())
         if problem.scores.dropout_p:
             words = problem.attributes.keys["words"]
+            per_head = words.shape[2] > 1
             self.set(query_words=problem.attributes.queries["words"].contiguous(), key_words=words)
-            self.set(kwn=words.stride(1), kwh=words.stride(2) if words.shape[2] > 1 else 0)
+            self.set(kwn=words.stride(1), kwh=words.stride(2) if per_head else 0)
             self.set(threshold=dropout.threshold(problem.scores.dropout_p))
             self.call.keep_scale = dropout.factor(problem.scores.dropout_p)
 
@@ -364,7 +421,8 @@ class _Arguments:
         for name, x in values.items():
             if isinstance(x, Tensor):
                 if name in ("q", "k", "v", "dout"):
-                    x = x if x.stride(-1) == 1 else x.contiguous()
+                    if x.stride(-1) != 1:
+                        x = x.contiguous()
                     for axis, stride in zip("bnh", x.stride(), strict=False):
                         setattr(self.call, f"{name[0]}s{axis}", stride)
                 self.tensors[name] = x
@@ -373,7 +431,7 @@ class _Arguments:
 
     def launch(self, launch: Launch) -> None:
         """Set the arguments that a launch determines: its tiles, jobs and lists of blocks."""
-        table, call = launch.table, self.call
+        table = launch.table
         self.set(
             lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,
             few=launch.few,
@@ -381,14 +439,21 @@ class _Arguments:
         if self.layouts is None or table.count is None:
             self.set(indptr=None, indices=None)
             return
+
         layout = self.layouts[table.count]
-        lists = layout if launch.side == "queries" else layout.transposed
+        lists: BlockLayout | Transposed
+        if launch.side == "queries":
+            lists = layout
+            size = layout.k_block
+        else:
+            lists = layout.transposed
+            size = layout.q_block
         lines = lists.indptr.shape[2]
+        per_sample = layout.batch_size > 1
         self.set(
-            indptr=lists.indptr, indices=lists.indices,
-            lsb=layout.num_heads * lines if layout.batch_size > 1 else 0, lsh=lines,
-            LH=call.H * call.G // layout.num_heads,
-            size=layout.k_block if launch.side == "queries" else layout.q_block,
+            indptr=lists.indptr, indices=lists.indices, size=size,
+            lsb=layout.num_heads * lines if per_sample else 0, lsh=lines,
+            LH=self.call.H * self.call.G // layout.num_heads,
         )  # fmt: skip
 
 
