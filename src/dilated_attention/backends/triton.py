@@ -74,7 +74,10 @@ Part 3 of such a file gives the values of `least` above: on an H200 those of a c
 
 def refusal(facts: Facts) -> str | None:
     """Return why this backend cannot serve a call, and what would serve it; None if it can."""
-    return _refusal_of(facts.device) or tiles.refusal(facts)
+    why = _refusal_of(facts.device)
+    if why is not None:
+        return why
+    return tiles.refusal(facts)
 
 
 @constant_when_traced
@@ -127,14 +130,20 @@ def _architecture(device: torch.device) -> str:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability(device)
     name = f"sm_{major}{minor}"
-    return name if name in ARCHITECTURES else "sm_100" if major == 10 else "sm_86"
+    if name in ARCHITECTURES:
+        return name
+    if major == 10:
+        return "sm_100"
+    return "sm_86"
 
 
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out, in q's dtype, and lse, float32, of a problem. Arguments and results are as in `native.forward`."""
-    out, lse = state or running(q, problem.plan.covered)
+    if state is None:
+        state = running(q, problem.plan.covered)
+    out, lse = state
     tensors = {"Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "OUT": out, "LSE": lse}
     with _on(q):
         _launches("forward", problem, q)(problem, tensors)
@@ -144,11 +153,14 @@ def forward(
 def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, int] | None:
     """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
     bytes of the device tables that it keeps; None if these exceed `MOST_PREPARED`."""
-    launches, precision, covered = _launches("forward", problem, q), _precision(q.dtype), problem.plan.covered
+    launches = _launches("forward", problem, q)
     if launches.nbytes > MOST_PREPARED:
         return None
-    bound: list[tuple[Bound, tuple[Tensor | None, ...]]] = []
+
+    precision = _precision(q.dtype)
+    covered = problem.plan.covered
     single = q.dtype == torch.float32
+    bound: list[tuple[Bound, tuple[Tensor | None, ...]]] = []
 
     def repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if (q.is_cuda and not on_default_stream(q)) or (single and _precision(q.dtype) != precision):
@@ -170,21 +182,28 @@ def backward(
     state: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk, dv of a problem from the merged out and lse; `state`: running float32 sums to add to in place."""
-    plan = problem.plan
-    keys, queries = _launches("dkdv", problem, q), _launches("dq", problem, q)
-    add_dkdv, add_dq = (state is not None or len(x.launches) > 1 for x in (keys, queries))
+    keys = _launches("dkdv", problem, q)
+    queries = _launches("dq", problem, q)
+    add_dkdv = state is not None or len(keys.launches) > 1
+    add_dq = state is not None or len(queries.launches) > 1
     dout = _dense_rows(dout)
     tensors = {"Q": _dense_rows(q), "K": _dense_rows(k), "V": _dense_rows(v), "DOUT": dout}
-    dq, dk, dv = state or (
-        tiles.gradient(q, add_dq, plan.covered),
-        tiles.gradient(k, add_dkdv, plan.covered and plan.square),
-        tiles.gradient(v, add_dkdv, plan.covered and plan.square),
-    )
+    if state is not None:
+        dq, dk, dv = state
+    else:
+        every_query = problem.plan.covered
+        every_key = every_query and problem.plan.square
+        dq = tiles.gradient(q, add_dq, every_query)
+        dk = tiles.gradient(k, add_dkdv, every_key)
+        dv = tiles.gradient(v, add_dkdv, every_key)
+
     with _on(q):
         tensors["STATS"] = _stats(out, lse, dout, dlse, held=keys.bound)
         keys(problem, tensors | {"DK": dk, "DV": dv}, add_dkdv)
         queries(problem, tensors | {"DQ": dq}, add_dq)
-    return (dq, dk, dv) if state else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+    if state is not None:
+        return state
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 # ---- launches
@@ -270,7 +289,9 @@ def _bound(
     Their key is the strides and alignment of each tensor, and `also`: everything else that they depend on, such as
     shapes and dtypes."""
     addresses = [x.data_ptr() for x in tensors if x is not None]
-    aligned = not any(x % 16 for x in addresses) or tuple([x % 16 == 0 for x in addresses])
+    aligned: bool | tuple[bool, ...] = True
+    if any(x % 16 for x in addresses):
+        aligned = tuple([x % 16 == 0 for x in addresses])
     seen = (*also, aligned, *[None if x is None else x.stride() for x in tensors])
     bound = held.get(seen)
     if bound is None:
@@ -300,32 +321,42 @@ class Launch:
         from dilated_attention.kernels import strided
 
         function = {"forward": strided.forward, "dq": strided.backward_dq}.get(self.kernel, strided.backward_dkdv)
-        q, k = tensors["Q"], tensors["K"]
-        heads = q if side_of(self.kernel) == "queries" else k
-        programs = len(self.table.lines) * q.shape[0] * (heads.shape[2] // k.shape[2])
+        q = tensors["Q"]
+        k = tensors["K"]
+        v = tensors["V"]
+        programs = len(self.table.lines) * q.shape[0]
+        if side_of(self.kernel) == "queries":
+            programs *= q.shape[2] // k.shape[2]
         settled = _numbers(tensors, problem) | self._of_lists(problem.layouts, tensors["INDPTR"], q)
+
+        hopper = None
         plain = self.kernel == "forward" and not problem.scores.needs and tensors["HIDDEN"] is None
-        if plain and programs >= LEAST_BOXED and (hopper := _hopper(q.device)) is not None:
-            v = tensors["V"]
-            if hopper.fits(self.table, self.shape, q, k, v):
-                return Boxed.of(hopper, self.table, programs, settled, q, k, v)
-        chain = self.table.chain if chain is None else chain
+        if plain and programs >= LEAST_BOXED:
+            hopper = _hopper(q.device)
+        if hopper is not None and hopper.fits(self.table, self.shape, q, k, v):
+            return Boxed.of(hopper, self.table, programs, settled, q, k, v)
+
+        if chain is None:
+            chain = self.table.chain
         settled |= self._constants(tensors["HIDDEN"] is not None, chain, settled)
         return Bound(function, programs, tuple(tensors), settled)
 
     def _constants(self, has_bias: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
         """Return the kernel's compile-time arguments. `has_bias`: keys may be hidden. `chain`: results continue earlier
         ones. `numbers`: holds the strides."""
-        shape, table = self.shape, self.table
+        shape = self.shape
+        table = self.table
+        edge = table.edge
         if side_of(self.kernel) == "queries":
             row = max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])  # in elements
             sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * row >= WIDE_FROM}
+            if has_bias:
+                edge = -1
         else:
             sizes = {"BM": shape.loop, "BN": shape.own, "EVEN": table.even}
         return sizes | {
             "TILES": table.lines, "CAUSAL": table.is_causal, "WINDOW": table.banded, "SPANS": table.spans,
-            "EDGE": -1 if has_bias and side_of(self.kernel) == "queries" else table.edge,
-            "CHAIN": chain, **shape.options(architecture(table.lines.device)),
+            "EDGE": edge, "CHAIN": chain, **shape.options(architecture(table.lines.device)),
         }  # fmt: skip
 
     def _of_lists(self, layouts: Layouts | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
@@ -333,9 +364,12 @@ class Launch:
         Without a layout, the values have no effect."""
         if layouts is None or self.table.count is None or indptr is None:
             return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1}
-        layout, (batch, heads, lines) = layouts[self.table.count], indptr.shape
+
+        layout = layouts[self.table.count]
         size = layout.k_block if side_of(self.kernel) == "queries" else layout.q_block
-        return {"lsb": heads * lines if batch > 1 else 0, "lsh": lines, "LH": q.shape[2] // heads, "SIZE": size}
+        batch, heads, lines = indptr.shape
+        per_sample = heads * lines if batch > 1 else 0
+        return {"lsb": per_sample, "lsh": lines, "LH": q.shape[2] // heads, "SIZE": size}
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,10 +401,14 @@ class _Launches:
             chain: backward: whether to add to the float32 gradients that the outputs hold, instead of writing them.
                 None, for a forward: whether some tile continues the out and lse that an earlier launch wrote.
         """
-        hidden, of_queries = problem.hidden, problem.attributes.queries
+        q = tensors["Q"]
+        k = tensors["K"]
+        hidden = problem.hidden
         if hidden is not None:
-            hidden = hidden[..., 0].expand(len(tensors["Q"]), -1).contiguous().view(torch.uint8)
-        words = of_queries["words"].contiguous() if of_queries else None
+            hidden = hidden[..., 0].expand(len(q), -1).contiguous().view(torch.uint8)
+        words = problem.attributes.queries.get("words")
+        if words is not None:
+            words = words.contiguous()
         whole = (*tensors.values(), hidden, words, problem.attributes.keys.get("words"))
         each = [(*whole, *launch.lists(problem.layouts)) for launch in self.launches]
 
@@ -379,20 +417,27 @@ class _Launches:
             named = [dict(zip(names, x, strict=True)) for x in each]
             return tuple(launch.bind(problem, x, chain) for launch, x in zip(self.launches, named, strict=True))
 
-        q, k, lists = tensors["Q"], tensors["K"], [x for of_launch in each for x in of_launch[-2:] if x is not None]
-        also = (
-            problem.scores, chain, q.dtype, _precision(q.dtype), WIDE_FROM, q.shape, k.shape,
-            *[x.shape for x in lists[::2]],
-        )  # fmt: skip
-        return [*zip(_bound(self.bound, (*whole, *lists), also, settle), each, strict=True)]
+        lists: list[Tensor] = []
+        shapes: list[torch.Size] = []
+        for *_, indptr, indices in each:
+            if indptr is not None:
+                lists += [indptr, indices]
+                shapes.append(indptr.shape)
+        also = (problem.scores, chain, q.dtype, _precision(q.dtype), WIDE_FROM, q.shape, k.shape, *shapes)
+        bound = _bound(self.bound, (*whole, *lists), also, settle)
+        return [*zip(bound, each, strict=True)]
 
 
 def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
-    plan, layouts = problem.plan, problem.layouts
+    plan = problem.plan
+    layouts = problem.layouts
     masked = bool(problem.scores.needs) or problem.hidden is not None
     if not plan.groups or not q.numel():
         return _Launches(plan, ())
-    blocks = None if layouts is None else tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
+
+    blocks = None
+    if layouts is not None:
+        blocks = tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
     shape = ARCHITECTURES[architecture(q.device)].shape(
         kernel, q.element_size(), q.shape[-1], masked, has_lists=layouts is not None, banded=plan.banded
     )
@@ -409,10 +454,13 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
         stream = torch.cuda.current_stream(q.device)
         # The tables were allocated on the default stream. Without this, the allocator could reuse their memory, once
         # nothing refers to them, before this stream has read it. This is allowed during a capture too.
-        lists = [_lists(layout, kernel) for layout in (layouts or {}).values()]
-        tables = [launch.table.lines for launch in held.launches]
-        for table in (*tables, *(x for each in lists for x in (each.indptr, each.indices))):
-            table.record_stream(stream)
+        for launch in held.launches:
+            launch.table.lines.record_stream(stream)
+        if layouts is not None:
+            for layout in layouts.values():
+                lists = _lists(layout, kernel)
+                lists.indptr.record_stream(stream)
+                lists.indices.record_stream(stream)
     return held
 
 
@@ -428,9 +476,11 @@ def _stats(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, held: dict[tuple[Any, ...], tuple[Bound, ...]]
 ) -> Tensor:
     """Return lse · log2(e) and rowsum(dout · out) - dlse for kernels: float32 (B, N, H, 2). `held`: see `_bound`."""
-    out, lse = out.contiguous(), lse.contiguous()
+    out = out.contiguous()
+    lse = lse.contiguous()
+    if dlse is not None:
+        dlse = dlse.contiguous()
     stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
-    dlse = None if dlse is None else dlse.contiguous()
     tensors = out, lse, dout, dlse, stats
 
     def settle() -> tuple[Bound, ...]:
@@ -454,14 +504,21 @@ def _stats(
 def _numbers(tensors: Tensors, problem: Problem) -> dict[str, Any]:
     """Return the non-tensor arguments of a kernel that no table determines, by their names in kernels/strided.py.
     `tensors` holds Q, K, V and, for a backward, DOUT."""
-    q, k = tensors["Q"], tensors["K"]
+    q = tensors["Q"]
+    k = tensors["K"]
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    named = {"q": q, "k": k, "v": tensors["V"]} | ({"d": tensors["DOUT"]} if "DOUT" in tensors else {})
+
+    named = {"q": q, "k": k, "v": tensors["V"]}
+    if "DOUT" in tensors:
+        named["d"] = tensors["DOUT"]
     unit, strides = _strides(*named.values())
-    steps = {
-        f"{x}s{axis}": n for x, three in zip(named, strides, strict=True) for axis, n in zip("bnh", three, strict=True)
-    }
+    steps = {}
+    for name, (of_sample, of_token, of_head) in zip(named, strides, strict=True):
+        steps[f"{name}sb"] = of_sample
+        steps[f"{name}sn"] = of_token
+        steps[f"{name}sh"] = of_head
+
     scale, cap, dropout_p = problem.scores
     of_words = {"threshold": 0, "keep_scale": 1.0, "wsn": 0, "wsh": 0}
     if dropout_p:
@@ -470,8 +527,11 @@ def _numbers(tensors: Tensors, problem: Problem) -> dict[str, Any]:
         of_words["keep_scale"] = dropout.factor(dropout_p)
         of_words["wsn"] = words.stride(1)
         of_words["wsh"] = words.stride(2) if words.shape[2] > 1 else 0
-    # Beyond these bounds, the cap or a score divided by it would be 0 or infinite in single precision.
-    bounded = max(2.0**-100, min(cap, 2.0**100)) if cap else None
+
+    bounded = None
+    if cap:
+        # Beyond these bounds, the cap or a score divided by it would be 0 or infinite in single precision.
+        bounded = max(2.0**-100, min(cap, 2.0**100))
     return steps | of_words | {
         "scale": scale, "softcap": bounded, "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads,
         "G": heads // kv_heads, "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
@@ -479,15 +539,25 @@ def _numbers(tensors: Tensors, problem: Problem) -> dict[str, Any]:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> tuple[int, list[list[int]]]:
     """Return a unit, the greatest common divisor of the strides and 16, and the strides of sample, token and head of
     each tensor in this unit."""
-    strides = [[x.stride(i) if x.shape[i] > 1 else 0 for i in range(3)] for x in tensors]
-    unit = math.gcd(16, *(stride for three in strides for stride in three))
-    return unit, [[stride // unit for stride in three] for three in strides]
+    unit = 16
+    strides: list[list[int]] = []
+    for x in tensors:
+        of_tensor = [x.stride(i) if x.shape[i] > 1 else 0 for i in range(3)]
+        unit = math.gcd(unit, *of_tensor)
+        strides.append(of_tensor)
+
+    in_units: list[list[int]] = []
+    for of_tensor in strides:
+        in_units.append([stride // unit for stride in of_tensor])
+    return unit, in_units
 
 
 def _padded(head_dim: int) -> int:
@@ -500,7 +570,10 @@ def _precision(dtype: torch.dtype) -> str:
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
     matmul = torch.backends.cuda.matmul
-    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    if hasattr(matmul, "fp32_precision"):
+        allowed = matmul.fp32_precision == "tf32"
+    else:
+        allowed = matmul.allow_tf32
     return "tf32" if allowed else "ieee"
 
 
