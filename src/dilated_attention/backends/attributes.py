@@ -33,7 +33,9 @@ class Attributes:
         """Return the attributes of the samples `batch`, with the tokens `seq` as queries and as keys."""
 
         def part(x: Tensor) -> Tensor:
-            return x[:, seq] if len(x) == 1 else x[batch, seq]
+            if len(x) == 1:
+                return x[:, seq]
+            return x[batch, seq]
 
         return self._each(part)
 
@@ -43,7 +45,8 @@ class Attributes:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Attributes:
         of_queries = {name: change(x) for name, x in self.queries.items()}
-        return Attributes(of_queries, {name: change(x) for name, x in self.keys.items()})
+        of_keys = {name: change(x) for name, x in self.keys.items()}
+        return Attributes(of_queries, of_keys)
 
 
 NO_ATTRIBUTES = Attributes()

@@ -24,8 +24,11 @@ import torch
 from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
-_FIRST, _SECOND = 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
-_A, _B, _C = 0x1B873593, 0x3C6EF372, 0x6A09E667
+_FIRST = 0x21F0AAAD
+_SECOND = 0xD35A2D97 - (1 << 32)
+_A = 0x1B873593
+_B = 0x3C6EF372
+_C = 0x6A09E667
 
 
 def threshold(probability: float) -> int:
@@ -62,7 +65,8 @@ def survives(
     queries: Int32[Tensor, "*problem rows 2"], keys: Int32[Tensor, "*#problem keys"], threshold: int
 ) -> Bool[Tensor, "*problem rows keys"]:
     """Return which pairs of a query row and a key survive, given their hash words."""
-    a, b = queries[..., 0, None], queries[..., 1, None]
+    a = queries[..., 0, None]
+    b = queries[..., 1, None]
     x = a ^ keys.unsqueeze(-2)
     x = _shift_xor(x, 16).mul_(_FIRST)
     x = _shift_xor(x, 15).bitwise_xor_(b).mul_(_SECOND)

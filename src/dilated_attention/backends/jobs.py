@@ -43,7 +43,9 @@ class Launch:
         loads = np.zeros(threads)
         for weight in jobs:
             loads[loads.argmin()] += weight
-        return float(loads.max() / loads.mean()) if loads.any() else 1.0
+        if not loads.any():
+            return 1.0
+        return float(loads.max() / loads.mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
     rows = int(lines[:, tiles.ROWS].max(initial=0))
     few = rows <= most_few
+
     size = 1
     if owned:
         order, jobs = _owners(lines, weights)
@@ -84,6 +87,7 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
         if few:
             size = max(1, min(together, len(lines) // 64))
         jobs = np.append(np.arange(0, len(lines), size), len(lines))
+
     weights = np.add.reduceat(weights[order], jobs[:-1])
     ordered = replace(table, lines=torch.from_numpy(lines[order]))
     return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * size)
@@ -94,17 +98,25 @@ def _owners(lines: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndar
     heaviest first. A tile is taken to see all tokens from the first to the last of its spans: too few jobs only cost
     time."""
     spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
-    start, stride, count = spans[..., 0], spans[..., 1], spans[..., 2]
+    start = spans[..., 0]
+    stride = spans[..., 1]
+    count = spans[..., 2]
     low = np.where(count > 0, start, np.iinfo(np.int64).max).min(1)
     high = np.where(count > 0, start + (count - 1) * stride + 1, 0).max(1)
+
+    # A job begins at each tile that sees only what lies behind the tiles before it, in the order of heads and tokens.
     order = np.lexsort((lines[:, tiles.START], low, lines[:, tiles.HEAD]))
-    low, high, head = low[order], high[order], lines[order, tiles.HEAD].astype(np.int64)
+    low = low[order]
+    high = high[order]
+    head = lines[order, tiles.HEAD].astype(np.int64)
     far = 2**32  # more than any token
     reach = np.maximum.accumulate(head * far + high)
     begins = np.ones(len(order), bool)
     begins[1:] = head[1:] * far + np.minimum(low[1:], far - 1) >= reach[:-1]
     first = np.flatnonzero(begins)
     sizes = np.diff(np.append(first, len(order)))
+
     heaviest = np.argsort(-np.add.reduceat(weights[order], first), kind="stable")
-    order = order[np.argsort(np.repeat(np.argsort(heaviest), sizes), kind="stable")]
+    place = np.repeat(np.argsort(heaviest), sizes)  # of each tile's job
+    order = order[np.argsort(place, kind="stable")]
     return order, np.append(0, np.cumsum(sizes[heaviest]))
