@@ -60,7 +60,8 @@ def count_matrix(
     Raises ValueError if the matrix, int32, would exceed 2 GiB.
     """
     num_heads = len(table[0])
-    num_keys = seq_len if num_keys is None else num_keys
+    if num_keys is None:
+        num_keys = seq_len
     _check_size(1, num_heads, max(seq_len, num_keys))
     position = torch.arange(starts[0], starts[0] + seq_len, device="cpu")
     key = torch.arange(starts[1], starts[1] + num_keys, device="cpu")
@@ -69,11 +70,13 @@ def count_matrix(
     for b, (w, r, offsets) in enumerate(zip(segment_lengths, dilation_rates, table, strict=True)):
         segment = position // w
         shown = segment[:, None] == key[None, :] // w
-        low, high = bands[b] if bands else (None, None)
-        if low is not None:
-            shown &= distance >= max(low * r, -WHOLE)
-        if high is not None:
-            shown &= distance <= min(high * r, WHOLE)
+        if bands:
+            low, high = bands[b]
+            if low is not None:
+                shown &= distance >= max(low * r, -WHOLE)
+            if high is not None:
+                shown &= distance <= min(high * r, WHOLE)
+
         for h, offset in enumerate(offsets):
             if offset == ALL:
                 own = shown & (distance % r == 0)
@@ -83,12 +86,14 @@ def count_matrix(
                 own |= (position < leading[b])[:, None] | (key < leading[b])[None, :]
             if visible is None:
                 counts[h] += own
-                continue
-            for start in range(0, seq_len, w) if offset >= 0 else ():
-                tokens = range(start + offset, min(start + w, seq_len), r)
-                if len(tokens):
-                    seen, taking_part = visible(len(tokens)), slice(tokens[0], tokens[-1] + 1, r)
-                    counts[h, taking_part, taking_part] += seen[h if len(seen) > 1 else 0]
+            elif offset >= 0:
+                for start in range(0, seq_len, w):
+                    tokens = range(start + offset, min(start + w, seq_len), r)
+                    if len(tokens):
+                        seen = visible(len(tokens))
+                        its_head = h if len(seen) > 1 else 0
+                        taking_part = slice(tokens[0], tokens[-1] + 1, r)
+                        counts[h, taking_part, taking_part] += seen[its_head]
     if is_causal:
         counts *= distance <= 0
     return counts
@@ -218,9 +223,11 @@ def batch_counts(
         visible: `visible(i, n)` returns which of the n participating tokens of a segment of sample i sees which.
         of_branches: `bands` and `leading` of `count_matrix`, which describes the other arguments too.
     """
-    num_keys = seq_len if num_keys is None else num_keys
+    if num_keys is None:
+        num_keys = seq_len
     if cu_seqlens is not None:
-        samples = [(0, start, stop) for start, stop in pairwise(int(bound) for bound in cu_seqlens)]
+        bounds = [int(bound) for bound in cu_seqlens]
+        samples = [(0, start, stop) for start, stop in pairwise(bounds)]
     elif lengths is not None:
         samples = [(b, 0, int(length)) for b, length in enumerate(lengths)]
     else:
@@ -234,14 +241,19 @@ def batch_counts(
         rows = slice(start, stop)
         columns = rows if num_keys == seq_len else slice(0, num_keys)
         branches = (segment_lengths, dilation_rates, table, stop - start)
+        visible_in_sample = None
+        if visible is not None:
+            visible_in_sample = partial(visible, sample)
         counts[b, :, rows, columns] = count_matrix(
-            *branches, is_causal=is_causal, visible=visible and partial(visible, sample), starts=starts,
+            *branches, is_causal=is_causal, visible=visible_in_sample, starts=starts,
             num_keys=columns.stop - columns.start, **of_branches,
         )  # fmt: skip
         phantoms[b, :, rows] = phantom_counts(*branches, is_causal=is_causal)
     if key_padding_mask is not None:  # not in place: vmap may map the mask
         counts = counts * ~key_padding_mask.cpu()[:, None, None]
-    return counts, phantoms if compat == "torchscale" else None
+    if compat != "torchscale":
+        return counts, None
+    return counts, phantoms
 
 
 def reference_attention(
