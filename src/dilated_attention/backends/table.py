@@ -107,12 +107,16 @@ class Choice:
     def reason(self) -> str:
         why = "asked for by name" if self.by_name else self.backend.merits
         details = self.backend.details
-        return why if details is None or self.facts is None else f"{why}; {details(self.facts)}"
+        if details is None or self.facts is None:
+            return why
+        return f"{why}; {details(self.facts)}"
 
     @property
     def refusals(self) -> dict[str, str]:
         """Return, by name, why each other backend cannot serve the call or was passed over; {} if `facts` is None."""
-        return {} if self.facts is None else _refusals(self.facts, self.backend)
+        if self.facts is None:
+            return {}
+        return _refusals(self.facts, self.backend)
 
 
 def check_name(name: str) -> None:
@@ -136,11 +140,21 @@ def choose(name: str, facts: Facts) -> Choice:
     check_name(name)
     if facts.over_mesh and not BACKENDS[name].over_mesh:
         raise UnsupportedError(f"backend={name!r} sees one device; with a mesh use backend='auto'")
-    if why := BACKENDS[name].why_not(facts):
+    why = BACKENDS[name].why_not(facts)
+    if why is not None:
         raise BackendError(f"backend={name!r} cannot serve this call: {why}")
     return Choice(BACKENDS[name], True, facts)
 
 
 def _refusals(facts: Facts, chosen: Backend | None = None) -> dict[str, str]:
-    others = [backend for backend in BACKENDS.values() if backend is not chosen]
-    return {x.name: x.why_not(facts) or x.on_request(facts) or "another one comes first" for x in others}
+    refusals: dict[str, str] = {}
+    for backend in BACKENDS.values():
+        if backend is chosen:
+            continue
+        why = backend.why_not(facts)
+        if why is None:
+            why = backend.on_request(facts)
+        if why is None:
+            why = "another one comes first"
+        refusals[backend.name] = why
+    return refusals
