@@ -40,10 +40,9 @@ class Shape(NamedTuple):
         Each count of rows becomes the least power of two that is enough, but at least 16 and no more than it was. The
         number of warps stays the same, because most shapes spill registers with fewer.
         """
-        own, loop = (
-            min(size, max(16, 1 << (rows - 1).bit_length())) for size, rows in zip(self, (own, loop), strict=False)
-        )
-        return Shape(own, loop, self.warps, self.stages)
+        own = max(16, 1 << (own - 1).bit_length())
+        loop = max(16, 1 << (loop - 1).bit_length())
+        return Shape(min(self.own, own), min(self.loop, loop), self.warps, self.stages)
 
     def options(self, target: str) -> dict[str, int]:
         """Return the options with which Triton launches and compiles the kernel on `target`, a key in ARCHITECTURES.
@@ -51,8 +50,10 @@ class Shape(NamedTuple):
         Except for gfx942, they let a thread use all 255 registers. Without this option ptxas spills some, in order to
         fit two or three programs on a multiprocessor; for sm_90, just as many fit with it.
         """
-        registers = {} if target == "gfx942" else {"maxnreg": 255}
-        return {"num_warps": self.warps, "num_stages": self.stages} | registers | FUSED
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        if target != "gfx942":
+            options["maxnreg"] = 255
+        return options | FUSED
 
 
 Shapes = dict[tuple[Kernel, int], tuple[Shape, Shape, Shape]]
@@ -74,7 +75,9 @@ class Architecture:
     def shapes_of(self, kernel: Kernel, element_size: int, *, has_lists: bool, banded: bool) -> Shapes:
         """Return the dictionary that holds a kernel's shapes; `has_lists`, `banded`: the key in `special`."""
         special = self.special.get((has_lists, banded), {})
-        return special if (kernel, element_size) in special else self.shapes
+        if (kernel, element_size) in special:
+            return special
+        return self.shapes
 
     def shape(
         self, kernel: Kernel, element_size: int, head_dim: int, masked: bool, *, has_lists: bool, banded: bool
@@ -85,8 +88,16 @@ class Architecture:
         `has_lists`, `banded`: as in `shapes_of`.
         """
         shapes = self.shapes_of(kernel, element_size, has_lists=has_lists, banded=banded)
-        shape = shapes[kernel, element_size][(head_dim > 64) + (head_dim > 128)]
-        return shape._replace(loop=max(16, shape.loop // 2)) if masked else shape
+        up_to_64, up_to_128, up_to_256 = shapes[kernel, element_size]
+        if head_dim <= 64:
+            shape = up_to_64
+        elif head_dim <= 128:
+            shape = up_to_128
+        else:
+            shape = up_to_256
+        if masked:
+            shape = shape._replace(loop=max(16, shape.loop // 2))
+        return shape
 
 
 _SM_80 = Architecture({
