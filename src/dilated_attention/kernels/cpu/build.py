@@ -72,7 +72,9 @@ class BuildError(RuntimeError):
 def compiler() -> list[str]:
     """Return the command $CXX if it is set, else the first of c++, g++ and clang++ on the path; empty if not found."""
     named = shlex.split(os.environ.get("CXX", ""))
-    commands = [named] if named else [["c++"], ["g++"], ["clang++"]]
+    commands = [["c++"], ["g++"], ["clang++"]]
+    if named:
+        commands = [named]
     return next((command for command in commands if shutil.which(command[0])), [])
 
 
@@ -85,11 +87,19 @@ def machine() -> str:
 def target() -> tuple[str, str]:
     """Return the operating system and architecture that the compiler builds for; without a compiler, this machine's."""
     name = f"{machine()}-{platform.system()}"
-    if found := compiler():
-        name = subprocess.run([*found, "-dumpmachine"], capture_output=True, text=True).stdout.strip() or name
+    command = compiler()
+    if command:
+        reported = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True).stdout.strip()
+        if reported:
+            name = reported
+
     architecture, *rest = name.lower().replace("macos", "darwin").split("-")
-    system = next((x for x in ("linux", "darwin") if any(word.startswith(x) for word in rest)), "-".join(rest))
-    return system, "arm64" if architecture == "aarch64" else architecture
+    if architecture == "aarch64":
+        architecture = "arm64"
+    for system in ("linux", "darwin"):
+        if any(word.startswith(system) for word in rest):
+            return system, architecture
+    return "-".join(rest), architecture
 
 
 def refusal() -> str | None:
@@ -98,7 +108,9 @@ def refusal() -> str | None:
         system, architecture = target()
         return f"they serve Linux on x86-64 and arm64, and macOS on arm64, not {system} on {architecture}"
     if not compiler():
-        named = f" (CXX={os.environ['CXX']})" if os.environ.get("CXX") else ""
+        named = ""
+        if os.environ.get("CXX"):
+            named = f" (CXX={os.environ['CXX']})"
         return f"no C++ compiler was found{named}; install g++ or clang++, or name one in CXX, and run {COMMAND}"
     return None
 
@@ -118,19 +130,27 @@ def outdated() -> bool:
 def load() -> ctypes.CDLL | str:
     """Load the library that `build` compiled. If it is missing, unreadable or outdated, say so and what would help."""
     if not LIBRARY.exists():
-        return f"the kernels are not compiled: {refusal() or f'run {COMMAND}'}"
+        why = refusal()
+        if why is None:
+            why = f"run {COMMAND}"
+        return f"the kernels are not compiled: {why}"
+
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:  # of another system
         return f"the compiled kernels cannot be loaded ({error}); run {COMMAND}"
-    return f"the compiled kernels are of another version; run {COMMAND}" if outdated() else library
+    if outdated():
+        return f"the compiled kernels are of another version; run {COMMAND}"
+    return library
 
 
 @cache
 def loaded() -> ctypes.CDLL | None:
     """Load the compiled library, once per process, and return it; return None where `load` says why there is none."""
     found = load()
-    return None if isinstance(found, str) else found
+    if isinstance(found, str):
+        return None
+    return found
 
 
 def build() -> Path:
@@ -139,17 +159,23 @@ def build() -> Path:
     Raises:
         BuildError: there is no compiler, or it failed, with its message; or the folder cannot be written.
     """
-    if why := refusal():
+    why = refusal()
+    if why is not None:
         raise BuildError(f"the CPU kernels cannot be compiled: {why}")
     if not os.access(HERE, os.W_OK):
         raise BuildError(f"the CPU kernels cannot be compiled: {HERE} cannot be written; ask its owner")
+
     options, link, _ = SERVED[target()]
     sources = {**SOURCES[target()[1]], **dict.fromkeys(COMMON, ())}
     flags = (*FLAGS, *options, f'-DSOURCES_DIGEST="{digest()}"')
     with tempfile.TemporaryDirectory(dir=HERE) as folder:
         objects = {source: f"{folder}/{source}.o" for source in sources}
+
+        def compile_one(source: str) -> None:
+            run_compiler(*flags, *sources[source], "-c", str(HERE / source), "-o", objects[source])
+
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda x: run_compiler(*flags, *sources[x], "-c", str(HERE / x), "-o", objects[x]), sources))
+            list(pool.map(compile_one, sources))
         made = f"{folder}/{LIBRARY.name}"
         run_compiler(*objects.values(), *link, "-o", made)
         os.replace(made, LIBRARY)
@@ -158,7 +184,10 @@ def build() -> Path:
 
 def run_compiler(*arguments: str) -> None:
     """Run the compiler. Raises BuildError with the compiler's message if it fails."""
-    command = [*(compiler() or ["c++"]), *arguments]
+    found = compiler()
+    if not found:
+        found = ["c++"]
+    command = [*found, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"{' '.join(command)} failed:\n{done.stderr}")

@@ -40,11 +40,14 @@ def _compiled() -> tuple[Callable[..., int], int] | None:
     library = build.loaded()
     if library is None:
         return None
-    run, instruction_set = library.dilated_attention_estimate, library.dilated_attention_instruction_set
-    run.restype = instruction_set.restype = ctypes.c_int64
+    run = library.dilated_attention_estimate
+    run.restype = ctypes.c_int64
     run.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p]
-    found = int(instruction_set())
-    return (run, found) if found else None
+    library.dilated_attention_instruction_set.restype = ctypes.c_int64
+    instruction_set = int(library.dilated_attention_instruction_set())
+    if not instruction_set:
+        return None
+    return run, instruction_set
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -87,7 +90,8 @@ def peaks(k: Tensor, direction: Tensor, block: int, number: int) -> tuple[Tensor
         tokens: int64 `(batch, blocks, heads, number)`, the positions of these keys in the sequence; the block's first
             for keys that do not exist.
     """
-    columns, heads = -(-k.shape[1] // block), direction.shape[2]
+    columns = -(-k.shape[1] // block)
+    heads = direction.shape[2]
     direction = direction.contiguous()
     keys = k.new_empty(k.shape[0], columns, number + 1, heads, k.shape[3], dtype=torch.float32)
     values = keys.new_empty(k.shape[0], columns, heads, number)
@@ -132,9 +136,11 @@ def shares(
     rows, parts = weight.shape
     out = q.new_empty(q.shape[0], q.shape[2], rows, columns, dtype=torch.float32)
     numbers = {"rows": rows, "parts": parts, "columns": columns, "peaks": peaks}
-    weight, seen = weight.contiguous(), seen.contiguous()
-    logarithm, listed = (None if x is None else x.contiguous() for x in (logarithm, listed))
-    tables = {"weight": weight, "seen": seen, "logarithm": logarithm, "listed": listed}
+    tables = {"weight": weight.contiguous(), "seen": seen.contiguous()}
+    if logarithm is not None:
+        tables["logarithm"] = logarithm.contiguous()
+    if listed is not None:
+        tables["listed"] = listed.contiguous()
     _run(3, q, k, out=out, scale=scale, tile=tile, stagger=stagger, **tables, **numbers)
     return out
 
@@ -152,8 +158,10 @@ def buckets(x: Tensor, centre: Tensor, planes: Tensor, weight: Tensor, num_bits:
         planes: float32 `(head_dim, hashes * num_bits)`.
         weight: float32 `(batch, blocks, heads, tokens)`.
     """
-    blocks, tokens = weight.shape[1], weight.shape[3]
-    hashes, centre = planes.shape[1] // num_bits, centre.contiguous()
+    blocks = weight.shape[1]
+    tokens = weight.shape[3]
+    hashes = planes.shape[1] // num_bits
+    centre = centre.contiguous()
     out = x.new_empty(x.shape[0], x.shape[2], blocks, hashes << num_bits, dtype=torch.float32)
     numbers = {"rows": blocks, "parts": tokens, "columns": hashes, "size": num_bits, "G": 1}
     numbers["qsn"] = centre.stride(1) * (centre.shape[1] > 1)
@@ -235,11 +243,16 @@ def _run(estimator: int, q: Tensor | None, k: Tensor, **fields: Any) -> None:
     assert compiled is not None, "serves() comes first"
     run, instruction_set = compiled
     call = _Estimate(B=k.shape[0], M=k.shape[1], H=k.shape[2], D=k.shape[3], G=1, threads=torch.get_num_threads())
-    call.k, call.ksb, call.ksn, call.ksh = k.data_ptr(), *k.stride()[:3]
+    call.k = k.data_ptr()
+    call.ksb, call.ksn, call.ksh, _ = k.stride()
     if q is not None:
-        call.q, call.qsb, call.qsn, call.qsh = q.data_ptr(), *q.stride()[:3]
-        call.N, call.G = q.shape[1], q.shape[2] // k.shape[2]
+        call.q = q.data_ptr()
+        call.qsb, call.qsn, call.qsh, _ = q.stride()
+        call.N = q.shape[1]
+        call.G = q.shape[2] // k.shape[2]
     for name, value in fields.items():
-        setattr(call, name, value.data_ptr() if isinstance(value, Tensor) else value)
+        if isinstance(value, Tensor):
+            value = value.data_ptr()
+        setattr(call, name, value)
     if run(estimator, TYPES[k.dtype], instruction_set, ctypes.byref(call)):
         raise MemoryError("the CPU kernels found no memory for their threads")

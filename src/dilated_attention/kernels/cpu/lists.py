@@ -21,7 +21,8 @@ def _compiled() -> Callable[..., int] | None:
     if library is None:
         return None
     run = library.dilated_attention_transpose
-    run.argtypes, run.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4, ctypes.c_int64
+    run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4
+    run.restype = ctypes.c_int64
     return run
 
 
@@ -47,8 +48,10 @@ def rows_of_columns(indptr: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
 
 
 def _run(indptr: Tensor, indices: Tensor, starts: Tensor | None, to: Tensor, columns: int) -> None:
-    run, indptr, indices = _compiled(), indptr.contiguous(), indices.contiguous()
+    run = _compiled()
     assert run is not None, "available() comes first"
+    indptr = indptr.contiguous()
+    indices = indices.contiguous()
     pointers = (None if x is None else x.data_ptr() for x in (indptr, indices, starts, to))
     rows = indptr.shape[-1] - 1
     if run(*pointers, indptr.numel() // (rows + 1), rows, columns, torch.get_num_threads()):
