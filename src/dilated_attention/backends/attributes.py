@@ -13,10 +13,10 @@ from dilated_attention.backends import dropout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attributes:
-    """Hold small tensors by token, by name: of the rows of q, and of the rows of k and v.
+    """Hold tensors with a few numbers per token, by name: `queries` for the rows of q, `keys` for the rows of k and v.
 
-    Each is `(batch or 1, rows, heads or 1, ...)`; the heads are query heads or KV heads. Where rows are cut, packed or
-    gathered, all attributes go with them.
+    Each is `(batch or 1, rows, heads or 1, ...)`, with query heads in `queries` and KV heads in `keys`. Where rows are
+    cut, packed or gathered, all attributes go with them.
 
         keys["hidden"]       bool: no query sees the key
         queries["words"]     int32 (..., 2), keys["words"] int32: the hash words of dropout (`backends.dropout`)

@@ -283,8 +283,9 @@ def score_bias(
         key = group.keys[:, :, None] * layout.k_block + torch.arange(group.k_tokens, device=group.rows.device)
         mask = fused.bias_of(key.flatten(1)[:, None, :] > query[:, :, None], dtype)[:, None]
         if bias is None:
-            return mask
-        bias = bias + mask
+            bias = mask
+        else:
+            bias = bias + mask
     return bias
 
 

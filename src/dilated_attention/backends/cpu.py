@@ -72,7 +72,7 @@ def on_request(facts: Facts) -> str | None:
 
 @dataclass(frozen=True)
 class Processor:
-    """Hold what choices depend on: of a backend for a call, and of the kernels' tiles and instructions.
+    """Hold facts of the machine on which the choice of a backend, and of the kernels' tiles and instructions, depends.
 
     Attributes:
         highest: the highest instruction set that the kernels support, as an index of `sets`.

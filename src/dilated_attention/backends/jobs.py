@@ -12,7 +12,9 @@ from dilated_attention.backends import tiles
 from dilated_attention.kernels.configurations import Side
 from dilated_attention.plan import Plan
 
-NEARBY = 768  # tokens; others: docs/notebook.md, "heads of a window"
+NEARBY = 768
+"""Under a narrow window, the heads of this many neighbouring tokens run together. Other numbers: docs/notebook.md,
+"heads of a window"."""
 
 
 @dataclass(frozen=True, slots=True)
