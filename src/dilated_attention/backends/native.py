@@ -421,7 +421,7 @@ class _Whole:
         layouts = self.problem.layouts
         families: Iterable[tuple[StridedGroup, int]]
         if layouts is not None and any(layout.num_heads > 1 for layout in layouts.values()):
-            families = [(group, 1) for group in groups]
+            families = [(group, 1) for group in groups]  # a call has one layout, and each head has its own
         else:
             families = _families(groups)
 
