@@ -47,7 +47,6 @@ def test_every_split_equals_the_whole(name):
 
 @pytest.mark.parametrize("new", [1, 2, 9, 23])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 def test_gradients_equal_those_of_the_whole(name, new):
     pattern, kv_heads = PATTERNS[name]
     q, k, v = tensors(23, 2 * kv_heads, kv_heads)
@@ -67,7 +66,6 @@ def test_gradients_equal_those_of_the_whole(name, new):
 
 @pytest.mark.parametrize("compat", [None, "torchscale"])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 def test_the_first_token_equals_the_whole(name, compat):
     pattern, kv_heads = PATTERNS[name]
     if compat is not None and pattern.head_groups:

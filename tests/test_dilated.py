@@ -111,7 +111,6 @@ class TestGroupedQueries(DilatedConformance):
     is_causal = True
 
 
-@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 class TestMultiQuery(DilatedConformance):
     kv_heads = 1
     pattern = Dilated((8, 32), (2, 3))

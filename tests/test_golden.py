@@ -55,7 +55,6 @@ def within(errors: dict[str, float]) -> bool:
 
 @pytest.mark.parametrize("name", CORE)
 @pytest.mark.parametrize(("offsets", "prefix"), [("head", "defmod_"), ("head_block", "defblock_")])
-@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 def test_definition(name, offsets, prefix, is_causal, backend):
     golden = Golden(name, is_causal, backend)
     names = tuple(part for part in ("out", "dq", "dk", "dv") if prefix + part in golden)
@@ -64,7 +63,6 @@ def test_definition(name, offsets, prefix, is_causal, backend):
 
 
 @pytest.mark.parametrize("name", CORE)
-@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 def test_torchscale(name, is_causal, backend):
     golden = Golden(name, is_causal, backend)
     actual = golden.run(compat="torchscale")

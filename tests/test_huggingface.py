@@ -817,7 +817,6 @@ def test_dilate_changes_nothing_when_it_refuses(pattern, message):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 def test_a_table_of_offsets(name):
     heads = {"Llama": 2, "Qwen2": 1, "Qwen3": 2, "Mistral": 2, "Gemma": 1}.get(name, 4)
     model = model_of(name).eval()

@@ -147,7 +147,6 @@ def test_gradients():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 def test_what_calls_return_merges_to_the_call_of_both_patterns(dtype):
     inputs = [torch.randn(2, 70, heads, 8).to(dtype).requires_grad_() for heads in (4, 2, 2)]
     near, far = Dilated((16,), (3,)), Dilated((64,), (5,))

@@ -62,7 +62,6 @@ def results(call: Callable[..., tuple[Tensor, Tensor]], leaves: list[Tensor]) ->
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 def test_out_lse_and_gradients_are_those_of_the_definition(name, dtype):
     pattern, counts_of = PATTERNS[name]
     for widths, is_causal in product(WIDTHS, (False, True)):
@@ -141,7 +140,6 @@ def test_decoding_the_first_token_and_the_weights():
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.filterwarnings("ignore:.* take part in no branch")
 def test_a_sink_of_minus_infinity_is_none(name):
     """On rows that see nothing too: out, lse, weights and gradients are those of a call without sinks."""
     *leaves, sinks = tensors((8, 5))
