@@ -79,7 +79,7 @@ def make_three_thousand_calls() -> None:
 
 def test_batches_of_packed_samples_over_a_mesh_are_forgotten():
     """Each step of a training packs other samples, whose edges an operator is given as numbers."""
-    branches = (1, 0, 0, 0, 0, 1, 0, 2048, 1, 0)
+    branches = (1, 0, 0, 0, 0, 0, 1, 0, 2048, 1, 0)
     tracemalloc.start()
     try:
         for step in range(300):

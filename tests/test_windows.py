@@ -831,6 +831,23 @@ def test_a_part_of_a_layout_shows_what_the_whole_shows(queries, keys, block_size
     assert ((rows >= row // part.q_block) & (rows <= (some[0].stop - 1) // part.q_block)).all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "native", "cpu"])
+def test_a_layout_far_from_position_0(backend):
+    """Nothing is padded up to there: the reference backend refuses a count matrix of a million tokens."""
+    if backend == "cpu" and cpu.missing():
+        pytest.skip(cpu.missing())
+    far = 1_000_000 // 64 * 64
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (3, 200, 200))
+    near, there = (
+        attention(
+            q, k, v, BlockLayout.local(start + 200, 70, 64), is_causal=True, q_start=start + 190, k_start=start,
+            backend=backend,
+        )
+        for start in (0, far)
+    )  # fmt: skip
+    torch.testing.assert_close(near, there)
+
+
 def random_layout(seq_len, block_size):
     q_block, k_block = (block_size, block_size) if isinstance(block_size, int) else block_size
     blocks = torch.rand(3, -(-seq_len // q_block), -(-seq_len // k_block)) < 0.4

@@ -77,7 +77,8 @@ def _attend_part(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     k, v = (pad(x, (0, 0, 0, 0, column, after)) for x in (k, v))
     stop = row + q.shape[1]
     q = pad(q, (0, 0, 0, 0, row, short.seq_len - stop))
-    attributes = replace(call, starts=(q_start - row, k_start - column)).attributes(q, k)
+    placed = replace(call, starts=(q_start - row, k_start - column), key_padding_mask=mask)
+    attributes = placed.attributes(q, k)
     branches = call.branches._replace(segment_lengths=(short.seq_len,))
     whole = replace(
         call, branches=branches, layouts=(short,), starts=(0, 0), placed=False, key_padding_mask=mask
