@@ -17,7 +17,6 @@ from dilated_attention.call import (
     Options,
     Pattern,
     as_autocast,
-    as_one_width,
     check_placed,
     layout_remedy,
     placed,
@@ -26,7 +25,7 @@ from dilated_attention.call import (
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
 from dilated_attention.parallel.over_mesh import refuse
-from dilated_attention.patterns import Offsets, dilated, parts_of_sum
+from dilated_attention.patterns import Offsets, Sum, dilated
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
@@ -146,8 +145,11 @@ def attention(
         checks.boolean("return_lse", return_lse)
         if lengths is not None and placed(options):
             options, after = _ended(q, k, v, pattern, options)
-        parts = parts_of_sum(pattern)
-        calls = [Call.remembered(q, k, v, part, options, alone=len(parts) == 1) for part in parts]
+        if isinstance(pattern, Sum):
+            parts = pattern.parts
+            calls = [Call.remembered(q, k, v, part, options, alone=len(parts) == 1) for part in parts]
+        else:
+            calls = [Call.remembered(q, k, v, pattern, options)]
     except ValueError as error:
         refuse(mesh, error, q)
         raise
@@ -195,15 +197,11 @@ def _attend(calls: list[Call], q: Tensor, k: Tensor, v: Tensor, options: Options
         if not _all_finite(q):
             spoiled = _hidden_queries(q, key_padding_mask, calls[0].starts)[:, :, None] & ~q.isfinite().all(-1)
             q = q.masked_fill(spoiled[..., None], 0.0)
-    head_dim = v.size(3)
-    q, k, v = as_one_width(q, k, v)
     out, lse = operators.attend(q, k, v, calls[0])
     for call in calls[1:]:
         part, part_lse = operators.attend(q, k, v, call)
         out, lse = merge(out, lse.transpose(1, 2), part, part_lse.transpose(1, 2))
         lse = lse.transpose(1, 2)
-    if head_dim < out.size(3):
-        out = out[..., :head_dim]
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     if spoiled is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dilated_attention import execution
 from dilated_attention.backends.table import BACKENDS, Choice
-from dilated_attention.call import Call, Shards
+from dilated_attention.call import Call, Shards, as_one_width
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import running
@@ -49,16 +49,23 @@ torch.library.define(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`; differentiable."""
+    """Return out, shaped like q but with the head_dim of v, and lse, `(batch, seq, heads)`; differentiable."""
+    if call.repeats is not None and not _differentiated(q, k, v):
+        repeated = execution.repeat(call, q, k, v)
+        if repeated is not None:
+            return repeated
+    head_dim = v.size(3)
+    out, lse = _attend(*as_one_width(q, k, v), call)
+    if head_dim < out.size(3):
+        out = out[..., :head_dim]
+    return out, lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
-    if call.repeats is not None:  # nobody looks at its operators
-        if not _differentiated(q, k, v):
-            repeated = execution.repeat(call, q, k, v)
-            if repeated is not None:
-                return repeated
-        elif not in_forward_mode():
-            return _Repeated.apply(q, k, v, call)
+    if call.repeats is not None and not in_forward_mode() and _differentiated(q, k, v):
+        return _Repeated.apply(q, k, v, call)
     eager = not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)  # else recorded in a graph
     if eager and call.shards is not None and torch.is_grad_enabled():
         wanted = _differentiated(q, k, v)
