@@ -127,7 +127,7 @@ def outside() -> int:
     """Return the stack level of the first function outside this package, for warnings."""
     level = 1
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __package__:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         level += 1
         frame = frame.f_back
     return level

@@ -446,7 +446,8 @@ def _formed(settings: Settings, q: Tensor, k: Tensor, first: int) -> tuple[Tenso
     """Return the scores of q and k, capped and masked, in single precision at least, and the cap's derivative at each,
     or None without a cap. `first`: as in `_plain_part`."""
     statistic = torch.promote_types(q.dtype, torch.float32)
-    scale, cap, _ = settings.scores
+    scale = settings.scores.scale
+    cap = settings.scores.softcap
     s = (q.to(statistic) @ k.to(statistic).mT).mul_(scale)
     slope = None
     if cap:

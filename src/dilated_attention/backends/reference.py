@@ -152,7 +152,7 @@ def attend(
         reaches into NaN: one in q its row, one in k the rows that see it, one in v their out, and their gradients.
     """
     kv_heads = k.shape[2]
-    scale, cap, dropout_p = scores
+    cap = scores.softcap
     query, key, value = (x.to(torch.float64) for x in (q, k, v))
     counts = counts.to(q.device)[(None,) * (4 - counts.ndim)]
     if phantoms is not None:
@@ -164,7 +164,7 @@ def attend(
 
     # A product with a weight of 0 must not carry NaN where nothing is seen: only finite numbers are multiplied.
     finite_query, finite_key, finite_value = (torch.where(x.isfinite(), x, 0.0) for x in (query, key, value))
-    score = scale * torch.einsum("bnhgd,bmhd->bhgnm", finite_query.unflatten(2, (kv_heads, -1)), finite_key)
+    score = scores.scale * torch.einsum("bnhgd,bmhd->bhgnm", finite_query.unflatten(2, (kv_heads, -1)), finite_key)
     if cap:
         score = cap * (score / cap).tanh()
     nan_query = ~query.isfinite().all(-1).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)
@@ -183,7 +183,7 @@ def attend(
     weight = torch.where(visible, weight / total, 0.0)
     if keep is not None:  # phantoms have no value to drop
         kept = torch.nn.functional.pad(keep, (0, weight.shape[-1] - keep.shape[-1]), value=True)
-        weight = torch.where(kept.unflatten(1, (kv_heads, -1)), weight / (1 - dropout_p), 0.0)
+        weight = torch.where(kept.unflatten(1, (kv_heads, -1)), weight / (1 - scores.dropout_p), 0.0)
     out = torch.einsum("bhgnm,bmhd->bnhgd", weight, finite_value)
     nan_seen = torch.einsum("bhgnm,bmhd->bnhgd", visible.double(), (~value.isfinite()).double()) > 0
     out = torch.where(nan_seen, torch.nan, out)

@@ -519,7 +519,8 @@ def _numbers(tensors: Tensors, problem: Problem) -> dict[str, Any]:
         steps[f"{name}sn"] = of_token
         steps[f"{name}sh"] = of_head
 
-    scale, cap, dropout_p = problem.scores
+    cap = problem.scores.softcap
+    dropout_p = problem.scores.dropout_p
     of_words = {"threshold": 0, "keep_scale": 1.0, "wsn": 0, "wsh": 0}
     if dropout_p:
         words = problem.attributes.keys["words"]
@@ -533,7 +534,7 @@ def _numbers(tensors: Tensors, problem: Problem) -> dict[str, Any]:
         # Beyond these bounds, the cap or a score divided by it would be 0 or infinite in single precision.
         bounded = max(2.0**-100, min(cap, 2.0**100))
     return steps | of_words | {
-        "scale": scale, "softcap": bounded, "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads,
+        "scale": problem.scores.scale, "softcap": bounded, "B": batch, "N": tokens, "M": k.shape[1], "H": kv_heads,
         "G": heads // kv_heads, "UNIT": unit, "D": head_dim, "DP": _padded(head_dim), "PRECISION": _precision(q.dtype),
     }  # fmt: skip
 
