@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -750,6 +751,43 @@ def test_a_call_of_few_jobs_leaves_the_pool_its_threads(fresh_python):
             seen.add(frozenset(os.listdir("/proc/self/task")))
             attention(x[:, -1:], x, x, Window(20_000), is_causal=True, q_start=19_999, backend="cpu")
         assert len(seen) == 1, seen
+        """
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_on_one_thread(fresh_python):
+    """The remedy of docs/troubleshooting.md: PyTorch's own operators would hang on more threads."""
+    fresh_python(
+        """
+        import os, signal, time, warnings
+        import torch
+        from dilated_attention import Window, attention
+
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(2)
+        x = torch.randn(1, 4096, 4, 64)
+
+        def gradient(backend):
+            q = x.clone().requires_grad_()
+            attention(q, q, q, Window(100), is_causal=True, backend=backend).sum().backward()
+            return q.grad
+
+        for backend in ("auto", "native"):
+            expected = gradient(backend)
+            child = os.fork()
+            if child == 0:
+                torch.set_num_threads(1)
+                os._exit(0 if torch.allclose(gradient(backend), expected, atol=1e-4) else 1)
+            for _ in range(300):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    break
+                time.sleep(0.1)
+            else:
+                os.kill(child, signal.SIGKILL)
+                raise AssertionError("the child hangs")
+            assert status == 0
         """
     )
 
