@@ -414,7 +414,7 @@ def describe_unserved(branches: Branches) -> tuple[str, ...]:
 
 
 _told: set[tuple[_Branched, int]] = set()
-"""The patterns, with their number of KV heads, that `warn_of_unserved` does not warn of again."""
+"""The patterns, with their number of KV heads, of which `warn_of_unserved` has warned."""
 
 
 def warn_of_unserved(pattern: _Branched, branches: Branches, seq_len: int) -> None:
@@ -423,17 +423,12 @@ def warn_of_unserved(pattern: _Branched, branches: Branches, seq_len: int) -> No
     nobody = _unserved_tokens(branches, seq_len)
     if not nobody or (pattern, heads) in _told:
         return
-    expect_unserved(pattern, heads)
+    _told.add((pattern, heads))
     warnings.warn(
         f"{nobody} of {seq_len} tokens take part in no branch for any of {heads} KV heads; their output is 0 "
         f"({'; '.join(describe_unserved(branches))}). {pattern._covering()}",
         stacklevel=checks.outside(),
     )
-
-
-def expect_unserved(pattern: _Branched, num_heads: int) -> None:
-    """Let no call warn of this pattern for this number of KV heads."""
-    _told.add((pattern, num_heads))
 
 
 @lru_cache(maxsize=1024)

@@ -25,11 +25,11 @@ class Scores(NamedTuple):
 
         s_ij = cap(scale q_i · k_j),        cap(s) = softcap tanh(s / softcap)
 
-    Each weight is then dropped with probability dropout_p, and the others are divided by 1 - dropout_p. A softcap of 0
-    and a dropout_p of 0 change nothing.
+    Each weight is then dropped with probability dropout_p, and the others are divided by 1 - dropout_p.
 
-    A number that is added here reaches every backend and every rank. Kernels in C++ need it in `Scores` of
-    kernels/cpu/call.h, too.
+    Each field is one number. All but scale change nothing where they are 0. A field that is added here reaches every
+    backend and every rank. Kernels in C++ need it in `Scores` of kernels/cpu/call.h, too. A backend that does not
+    compute it has to refuse it.
     """
 
     scale: float

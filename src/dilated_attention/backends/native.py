@@ -436,6 +436,13 @@ class _Whole:
                     for tile in whole.cut(-(-rows * row_bytes // limit), most):
                         yield group, tile
 
+    def _views(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of a tile, `(problems, heads, rows, head_dim)`."""
+        q = tile.queries(self.q, group.queries)
+        k = tile.keys(self.k, group.keys)
+        v = tile.keys(self.v, group.keys)
+        return q, k, v
+
     def _settings(self, group: StridedGroup, tile: _Tile) -> Settings:
         problem = self.problem
         bias = tile.bias(self.bias, group.keys)
@@ -449,9 +456,7 @@ class _Whole:
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
         """Return out and lse of a tile, `(problems, heads, rows, ...)`; `group`: the group that it is cut from."""
-        q = tile.queries(self.q, group.queries)
-        k = tile.keys(self.k, group.keys)
-        v = tile.keys(self.v, group.keys)
+        q, k, v = self._views(group, tile)
         settings = self._settings(group, tile)
         layouts = self.problem.layouts
         if layouts is None:
@@ -470,9 +475,7 @@ class _Whole:
         """Return dq, dk and dv of a tile, `(problems, heads, rows, head_dim)`, each per query head; `merged`: of the
         whole call."""
         part = merged.views(lambda x: tile.queries(x, group.queries))
-        q = tile.queries(self.q, group.queries)
-        k = tile.keys(self.k, group.keys)
-        v = tile.keys(self.v, group.keys)
+        q, k, v = self._views(group, tile)
         settings = self._settings(group, tile)
         layouts = self.problem.layouts
         if layouts is None:

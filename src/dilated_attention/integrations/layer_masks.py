@@ -19,7 +19,6 @@ from dilated_attention.plumbing import require_when_run
 
 WINDOWED = {"sliding_attention", "chunked_attention"}
 
-
 WITHOUT_SDPA: set[type] = set()
 """The configurations of the models made so far that have no "sdpa"."""
 
@@ -44,17 +43,23 @@ def remedy(config: Any) -> str:
 
 def windows(config: Any) -> list[str]:
     """Name the windows and chunks that a configuration asks for."""
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None)
     if kinds:
         return sorted(WINDOWED & set(kinds))
-    return [f"sliding_window={window}"] if window and getattr(config, "use_sliding_window", True) else []
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        return [f"sliding_window={window}"]
+    return []
 
 
 def has_window(layer: nn.Module) -> bool:
     """Return whether a layer's configuration says that it has a window or chunks."""
-    config, place = getattr(layer, "config", None), getattr(layer, "layer_idx", None)
+    config = getattr(layer, "config", None)
     kinds = getattr(config, "layer_types", None)
-    return place is not None and kinds[place] in WINDOWED if kinds else bool(windows(config))
+    if not kinds:
+        return bool(windows(config))
+    place = getattr(layer, "layer_idx", None)
+    return place is not None and kinds[place] in WINDOWED
 
 
 def without_mask(module: nn.Module, q: Tensor, keys: int, is_causal: bool | None, arguments: dict[str, Any]) -> Shown:
