@@ -864,17 +864,6 @@ def _(told):
     same(found, oracle(q, k, v, layout, is_causal=True)[:, 8:])
 
 
-@remedy("cannot unite a layout with is_causal={} and one with is_causal={}; take .causal() of both")
-def _(told):
-    q, k, v = tensors()
-    local, leading = BlockLayout.local(16, 4, 4, is_causal=True), BlockLayout.global_(16, 2, 4)
-    with told():
-        local | leading
-    united = local.causal() | leading.causal()
-    expected = BlockLayout.local(16, 4, 4) | leading
-    same(attention(q, k, v, united), oracle(q, k, v, expected, is_causal=True))
-
-
 @remedy("layouts is empty; give one layout per sample")
 def _(told):
     with told():
@@ -930,7 +919,8 @@ def _(told):
     same(attention(q, k, v, BlockLayout.from_block_mask(mask)), oracle(q, k, v, Dilated((64,), (1,)), is_causal=True))
 
 
-@remedy("; give BlockLayout.from_mask of booleans per block, or BlockLayout.from_torch_sparse of a BSR tensor")
+@remedy("; give BlockLayout.from_mask(mask, seq_len) of booleans per pair or per block, or "
+        "BlockLayout.from_torch_sparse of a BSR tensor")  # fmt: skip
 def _(told):
     q, k, v = tensors()
     local = BlockLayout.local(16, 5, 4)
@@ -2434,14 +2424,31 @@ def _(told):
     assert "is_causal" in inspect.getdoc(attention)
 
 
-@remedy("make m of single tokens: create_block_mask(..., BLOCK_SIZE=1)")
+@remedy("BSR holds whole blocks, and the layout has masks inside blocks; give to_block_mask()")
+def _(told):
+    layout = BlockLayout.from_mask_mod(_prefix, 16, block_size=8)
+    with told():
+        layout.to_torch_sparse()
+    assert BlockLayout.from_block_mask(layout.to_block_mask()) == layout
+
+
+@remedy("is_causal=True contradicts a mask that shows a later key; give mask.tril()")
+def _(told):
+    mask = torch.rand(16, 16) < 0.5
+    with told():
+        BlockLayout.from_mask(mask, 16, 4, is_causal=True)
+    layout = BlockLayout.from_mask(mask.tril(), 16, 4, is_causal=True)
+    assert torch.equal(layout.dense_mask()[0, 0], mask.tril())
+
+
+@remedy("masks inside blocks are not supported from a layout function; give the layout itself, or whole blocks")
 def _(told):
     q, k, v = tensors()
-    masks = [create_block_mask(_prefix, None, None, 16, 16, device="cpu", BLOCK_SIZE=size) for size in (8, 1)]
+    layout = BlockLayout.from_mask_mod(_prefix, 16, block_size=8)
     with told():
-        BlockLayout.from_block_mask(masks[0])
-    expected = as_theirs(q, k, v, attn_mask=_prefix(0, 0, torch.arange(16)[:, None], torch.arange(16)))
-    same(attention(q, k, v, BlockLayout.from_block_mask(masks[1])), expected)
+        attention(q, k, v, Dilated([16], [1]) * (lambda n: layout))
+    expected = as_theirs(q, k, v, attn_mask=layout.dense_mask()[0, 0])
+    same(attention(q, k, v, Dilated([16], [1]) * layout), expected)
 
 
 @remedy("for cross-attention give q_start=0")
@@ -2459,35 +2466,19 @@ def _(told):
         same(attention(q, k, v, layout, q_start=0), as_theirs(q, k, v, attn_mask=shown[:queries, :keys]))
 
 
-@remedy("create_block_mask(mask_mod, None, None, seq_len, ")
-def _(told):
-    """Compare a window in two dimensions with the mask."""
-    q, k, v = tensors(36)
-
-    def near(batch, head, i, j):
-        return ((i // 6 - j // 6).abs() <= 1) & ((i % 6 - j % 6).abs() <= 2)
-
-    with told():
-        attention(q, k, v, near)
-    layout = BlockLayout.from_block_mask(create_block_mask(near, None, None, 36, 36, device="cpu", BLOCK_SIZE=1))
-    token = torch.arange(36)
-    same(attention(q, k, v, layout), as_theirs(q, k, v, attn_mask=near(0, 0, token[:, None], token)))
-
-
 def _prefix(batch, head, i, j):
     return (i >= j) | (j < 5)
 
 
-@remedy("; for a mask_mod give BlockLayout.from_block_mask(create_block_mask(mask_mod, None, None, seq_len, seq_len, "
-        "BLOCK_SIZE=1)), for a function that makes layouts give its layout of seq_len tokens")  # fmt: skip
+@remedy("; for a mask_mod give BlockLayout.from_mask_mod(mask_mod, seq_len), for a function that makes layouts give "
+        "its layout of seq_len tokens")  # fmt: skip
 def _(told):
     q, k, v = tensors()
     for call in (attention, dilated_attention.block_sparse_attention):
         with told() as caught:
             call(q, k, v, _prefix)
     names = {"mask_mod": _prefix, "seq_len": 16, "BlockLayout": BlockLayout}
-    names["create_block_mask"] = partial(create_block_mask, device="cpu")
-    layout = eval(of(caught, r"(BlockLayout\.from_block_mask\(.*BLOCK_SIZE=1\)\))"), names)
+    layout = eval(of(caught, r"(BlockLayout\.from_mask_mod\(mask_mod, seq_len\))"), names)
     expected = as_theirs(q, k, v, attn_mask=_prefix(0, 0, torch.arange(16)[:, None], torch.arange(16)))
     same(attention(q, k, v, layout), expected)
     with told():

@@ -107,10 +107,10 @@ def _pack(call: Call) -> tuple[Any, ...]:
         for edges in (shards.bounds, shards.samples or (), shards.lengths, shards.widths):
             numbers += (len(edges), *edges)
     for x in call.layouts:
-        numbers += (x.seq_len, x.q_block, x.k_block, int(x.is_causal))
+        numbers += (x.seq_len, x.q_block, x.k_block, int(x.is_causal), len(x.tables))
     tables: list[Tensor] = []
     for x in call.layouts:
-        tables += (x.indptr, x.indices)
+        tables += x.tables
     return numbers, list(call.scores), words, tables, [getattr(call, name) for name in ATTACHED]
 
 
@@ -118,10 +118,11 @@ def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
     """Return the call that `_pack` packed; k gives the number of KV heads."""
     numbers, scores, words, tables, attached = packed
     read = _read(tuple(numbers), k.shape[2], _of_mesh(words))
-    layouts = [
-        BlockLayout(tables[2 * i], tables[2 * i + 1], seq_len, q_block, k_block, bool(is_causal))
-        for i, (seq_len, q_block, k_block, is_causal) in enumerate(read.sizes)
-    ]
+    rest = iter(tables)
+    layouts = []
+    for seq_len, q_block, k_block, is_causal, count in read.sizes:
+        indptr, indices, *inside = islice(rest, count)
+        layouts.append(BlockLayout(indptr, indices, seq_len, q_block, k_block, bool(is_causal), *inside))
     shards = None
     if _of_mesh(words):
         group, transport, layer = words[1:4]
@@ -172,7 +173,7 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
     branches = Branches(segment_lengths, dilation_rates, offsets, "torchscale" if compat else None, bands, leading)
     bounds, samples, lengths, widths = (take(next(rest)) if over_mesh else () for _ in range(4))
     left = tuple(rest)
-    sizes = tuple([left[i : i + 4] for i in range(0, len(left), 4)])
+    sizes = tuple([left[i : i + 5] for i in range(0, len(left), 5)])
     return _Numbers(
         branches, bool(is_causal), first_head, bool(placed), (q_start, k_start), bounds, samples or None, lengths,
         widths, sizes,
@@ -369,7 +370,7 @@ def _in_batch(
     for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
         if argument.name == "words" and _of_mesh(x):
             raise UnsupportedError("mesh under torch.func.vmap: fold the mapped dimension into the batch")
-        if argument.name == "layouts" and any(len(indptr) > 1 for indptr in x[::2]):
+        if argument.name == "layouts" and any(len(table) > 1 for table in x if _is_indptr(table)):
             raise UnsupportedError("layout has lists per batch element: under torch.func.vmap they must be shared")
         if argument.name == "attached":
             x = [_folded(name, each, axis, size) for name, each, axis in zip(ATTACHED, x, dim, strict=True)]
@@ -378,6 +379,12 @@ def _in_batch(
         folded.append(x)
     unfolded = tuple(x.unflatten(0, (size, len(x) // size)) for x in run(*folded))
     return unfolded, (0,) * len(unfolded)
+
+
+def _is_indptr(table: Tensor) -> bool:
+    """Return whether a table of a layout has one entry per batch element: indptr has three dimensions, and so have only
+    the booleans of masks."""
+    return table.ndim == 3 and table.dtype == torch.int64
 
 
 def _folded(name: str, x: Tensor | None, dim: int | None, size: int) -> Tensor | None:

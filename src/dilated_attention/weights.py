@@ -156,6 +156,9 @@ def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: i
 
     sample, head, segment, tile = here.nonzero(as_tuple=True)
     seen = (queries < count)[:, :, None] & (keys < columns)[:, None, :]
+    if layout is not None and layout.kinds is not None and layout.bits is not None:
+        has_mask = layout.kinds >= 0
+        seen[has_mask] &= layout.bits[layout.kinds[has_mask]]
     distance = keys[:, None, :] - queries[:, :, None]
     if group.low is not None:
         seen &= distance >= group.low

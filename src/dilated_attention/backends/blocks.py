@@ -34,6 +34,7 @@ class Group:
         keys: (R, m) the key blocks that each query block sees.
         q_tokens, k_tokens: tokens per query block and per key block; the block size, or the length of the last block.
         masked: the diagonal cuts the key blocks.
+        kinds: (R, m) the number of each block's mask, -1 for a whole one; None if all are whole.
         window: (first, step) if row t of every head sees the m consecutive key blocks from first + t * step on, as in a
             window; else None.
     """
@@ -44,6 +45,7 @@ class Group:
     q_tokens: int
     k_tokens: int
     masked: bool
+    kinds: Tensor | None
     window: tuple[int, int] | None
 
     def part(self, start: int, stop: int) -> Group:
@@ -54,7 +56,11 @@ class Group:
         if window is not None:
             first, step = window
             window = (first + start * step, step)
-        return replace(self, rows=self.rows[start:stop], heads=heads, keys=self.keys[start:stop], window=window)
+        kinds = self.kinds
+        if kinds is not None:
+            kinds = kinds[start:stop]
+        rows = self.rows[start:stop]
+        return replace(self, rows=rows, heads=heads, keys=self.keys[start:stop], kinds=kinds, window=window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +76,8 @@ class _Groups:
             nbytes += 512 + 8 * (group.rows.numel() + group.keys.numel())
             if group.heads is not None:
                 nbytes += 8 * group.heads.numel()
+            if group.kinds is not None:
+                nbytes += 8 * group.kinds.numel()
         return nbytes
 
 
@@ -89,6 +97,11 @@ def _sorted(layout: BlockLayout, batch: int) -> Iterator[Group]:
     lanes = lanes[here]
     keys = layout.indices[here]
     masked = layout.masked[here]
+    kinds = None
+    has_mask = torch.zeros_like(masked)
+    if layout.kinds is not None:
+        kinds = layout.kinds[here]
+        has_mask = kinds >= 0
 
     q_tail = layout.seq_len % layout.q_block
     k_tail = layout.seq_len % layout.k_block
@@ -96,8 +109,9 @@ def _sorted(layout: BlockLayout, batch: int) -> Iterator[Group]:
     last_key = (keys == layout.key_blocks - 1) & (k_tail > 0)
     row_sizes = ((False, layout.q_block), (True, q_tail))
     key_sizes = ((False, layout.k_block), (True, k_tail))
-    for (is_last_row, q_tokens), (is_last_key, k_tokens), cut in product(row_sizes, key_sizes, (True, False)):
-        chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut)
+    both = (True, False)
+    for (is_last_row, q_tokens), (is_last_key, k_tokens), cut, by_bits in product(row_sizes, key_sizes, both, both):
+        chosen = (last_row == is_last_row) & (last_key == is_last_key) & (masked == cut) & (has_mask == by_bits)
         key = keys[chosen]
         lane, counts = lanes[chosen].unique_consecutive(return_counts=True)
         begin = counts.cumsum(0) - counts
@@ -106,10 +120,13 @@ def _sorted(layout: BlockLayout, batch: int) -> Iterator[Group]:
             entries = begin[of_count][:, None] + torch.arange(count, device=lane.device)
             listed = key[entries]
             row = lane[of_count] % blocks
+            kind = None
+            if kinds is not None and by_bits:
+                kind = kinds[chosen][entries]
             if heads > 1:
-                yield Group(row, lane[of_count] // blocks, listed, q_tokens, k_tokens, cut, None)
+                yield Group(row, lane[of_count] // blocks, listed, q_tokens, k_tokens, cut, kind, None)
             else:
-                yield Group(row, None, listed, q_tokens, k_tokens, cut, _window(listed))
+                yield Group(row, None, listed, q_tokens, k_tokens, cut, kind, _window(listed))
 
 
 def _window(keys: Tensor) -> tuple[int, int] | None:
@@ -259,7 +276,7 @@ def _calls(layout: BlockLayout, settings: Settings, tensors: list[Any], copies: 
                     queries = BlockRows(layout.q_block, part.q_tokens, part.rows[:, None], part.heads)
                     keys = BlockRows(layout.k_block, part.k_tokens, part.keys, part.heads, part.window)
                     # If block sizes agree, a row's only key block on the diagonal is its query block.
-                    causal = group.masked and layout.q_block == layout.k_block
+                    causal = group.masked and layout.q_block == layout.k_block and group.kinds is None
                     bias = score_bias(layout, part, keys, key_bias, q.dtype, diagonal=group.masked and not causal)
                     own = settings._replace(is_causal=causal, bias=bias)
                     if pairs is not None:
@@ -273,20 +290,25 @@ def score_bias(
 ) -> Tensor | None:
     """Return a bias, 0 or -inf per score, `(rows, 1, 1 or queries, keys)`; None if it would hide nothing.
 
-    It hides the keys that `key_bias` (seq,), 0 or -inf, hides. With `diagonal` also the keys after each query.
+    It hides the keys that `key_bias` (seq,), 0 or -inf, hides, and what the masks of the blocks hide. With `diagonal`
+    also the keys after each query.
     """
     bias = None
     if key_bias is not None:
         bias = keys.take(key_bias[:, None].expand(-1, layout.num_heads))[:, :1, None, :]
+    hidden = None
     if diagonal:
         query = group.rows[:, None] * layout.q_block + torch.arange(group.q_tokens, device=group.rows.device)
         key = group.keys[:, :, None] * layout.k_block + torch.arange(group.k_tokens, device=group.rows.device)
-        mask = fused.bias_of(key.flatten(1)[:, None, :] > query[:, :, None], dtype)[:, None]
-        if bias is None:
-            bias = mask
-        else:
-            bias = bias + mask
-    return bias
+        hidden = key.flatten(1)[:, None, :] > query[:, :, None]
+    if group.kinds is not None and layout.bits is not None:
+        masks = layout.bits[group.kinds, : group.q_tokens, : group.k_tokens]
+        hidden_by_bits = ~masks.transpose(1, 2).flatten(2)
+        hidden = hidden_by_bits if hidden is None else hidden | hidden_by_bits
+    if hidden is None:
+        return bias
+    mask = fused.bias_of(hidden, dtype)[:, None]
+    return mask if bias is None else bias + mask
 
 
 def forward(

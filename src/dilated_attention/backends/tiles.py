@@ -56,6 +56,8 @@ def refusal(facts: Facts) -> str | None:
         return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
     if facts.head_dim > MAX_HEAD_DIM:
         return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
+    if "masks inside blocks" in facts.needs:
+        return "the kernels read no masks inside blocks; native does"
     if facts.seq_len > MAX_TOKENS:
         return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
     return None

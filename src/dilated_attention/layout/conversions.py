@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pair, lists_of_keys, rows_of
-from dilated_attention.torch_internals import mapped_indices, require_when_run
+from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pair, rows_of
+from dilated_attention.torch_internals import require_when_run
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -135,6 +135,36 @@ def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_ca
     return grid, lists
 
 
+def of_pairs(mask: Tensor, seq_len: int | None, block_size: BlockSize) -> bool:
+    """Return whether `mask` has a boolean for each pair of tokens; `from_mask` checks it otherwise."""
+    if seq_len is None or not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.ndim <= 4:
+        return False
+    return mask.shape[-2:] == (seq_len, seq_len) and block_pair(block_size) != (1, 1)
+
+
+def check_kinds(size: tuple[int, int], indices: Tensor, kinds: Tensor | None, bits: Tensor | None) -> None:
+    """Check the dtypes and shapes of the masks inside blocks."""
+    if kinds is None and bits is None:
+        return
+    if kinds is None or bits is None:
+        raise ValueError("kinds and bits must be given together: kinds[i] is the row of bits that entry i has, or -1")
+    if kinds.dtype != torch.int64 or kinds.shape != indices.shape:
+        raise ValueError(
+            f"kinds must be int64 like indices, {tuple(indices.shape)}; got {kinds.dtype} {tuple(kinds.shape)}"
+        )
+    if bits.dtype != torch.bool or bits.ndim != 3 or tuple(bits.shape[1:]) != size:
+        raise ValueError(f"bits must be booleans (masks, {size[0]}, {size[1]}); got {bits.dtype} {tuple(bits.shape)}")
+
+
+def check_numbers(kinds: Tensor | None, bits: Tensor | None) -> None:
+    """Check that every kind is the number of a mask, or -1."""
+    if kinds is None or bits is None:
+        return
+    outside = (kinds < -1) | (kinds >= len(bits))
+    if _found(outside):
+        raise ValueError(f"kinds must lie in [0, {len(bits)}), or be -1 for a whole block; got {_few(kinds[outside])}")
+
+
 def check_lists(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> None:
     bounds = indptr.reshape(-1, grid.rows + 1)
     starts = torch.cat([bounds[:, 0], indptr.new_tensor([indices.numel()])])
@@ -207,7 +237,9 @@ def from_bsr(t: Tensor, seq_len: int | None) -> tuple[Tensor, Tensor, int, tuple
     return indptr, t.col_indices().flatten(), seq_len, (grid.q_block, grid.k_block)
 
 
-def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask:
+def to_block_mask(
+    grid: BlockGrid, indptr: Tensor, indices: Tensor, kinds: Tensor | None = None, bits: Tensor | None = None
+) -> BlockMask:
     from torch.nn.attention.flex_attention import BlockMask  # sympy, in PyTorch 2.15
 
     counts = indptr.diff(dim=-1)
@@ -216,6 +248,8 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
     query = row % grid.rows
     end = grid.seq_len
     cut = grid.cut(row, indices) | ((indices + 1) * grid.k_block > end) | ((query + 1) * grid.q_block > end)
+    if kinds is not None:
+        cut |= kinds >= 0
     key_row = row // grid.rows * grid.columns + indices
 
     lists = []
@@ -226,7 +260,7 @@ def to_block_mask(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> BlockMask
     kv, q = lists[:2]
     full_kv, full_q = lists[2:]
 
-    sees = _sees(grid, indptr, indices, steps=int(counts.max()).bit_length())
+    sees = _sees(grid, indptr, indices, kinds, bits, steps=int(counts.max()).bit_length())
     size = grid.q_block, grid.k_block
     return BlockMask((end, end), *kv, *full_kv, *q, *full_q, BLOCK_SIZE=size, mask_mod=sees)
 
@@ -246,10 +280,10 @@ def _rectangle(row: Tensor, column: Tensor, shape: tuple[int, ...], width: int) 
 
 
 def _sees(
-    grid: BlockGrid, indptr: Tensor, indices: Tensor, steps: int
+    grid: BlockGrid, indptr: Tensor, indices: Tensor, kinds: Tensor | None, bits: Tensor | None, steps: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return a mask_mod that says whether a pair's block is listed (and, if causal, k <= q), by `steps` bisections, the
-    bit length of the longest list's length."""
+    """Return a mask_mod that says whether a pair's block is listed and shows the pair, by `steps` bisections, the bit
+    length of the longest list's length."""
     shared_batch = indptr.shape[0] == 1
     shared_head = indptr.shape[1] == 1
     listed = indices
@@ -271,7 +305,11 @@ def _sees(
             right = (low < high) & (listed[middle.clamp(max=listed.numel() - 1)] < j)
             low = torch.where(right, middle + 1, low)
             high = torch.where(right, high, middle)
-        found = (low < end) & (listed[low.clamp(max=listed.numel() - 1)] == j)
+        low = low.clamp(max=listed.numel() - 1)
+        found = (low < end) & (listed[low] == j)
+        if kinds is not None and bits is not None:
+            kind = kinds[low]
+            found = found & ((kind < 0) | bits[kind.clamp(min=0), q % grid.q_block, k % grid.k_block])
         if grid.is_causal:
             found = found & (k <= q)
         return found
@@ -279,65 +317,11 @@ def _sees(
     return mask_mod
 
 
-def from_block_mask(m: BlockMask) -> tuple[BlockGrid, Lists]:
-    queries, keys = m.seq_lengths
-    if queries != keys:
-        raise ValueError(f"m must have as many queries as keys, got {queries} x {keys}")
-    grid = BlockGrid.of(keys, (int(m.BLOCK_SIZE[0]), int(m.BLOCK_SIZE[1])), False)
-    partial = _keys(m.kv_num_blocks, m.kv_indices, grid)
-    full = partial[:0]
-    if m.full_kv_num_blocks is not None and m.full_kv_indices is not None:
-        full = _keys(m.full_kv_num_blocks, m.full_kv_indices, grid)
-    blocks = torch.cat([partial, full]).sort().values
-
-    lead = (m.kv_num_blocks.shape[0], m.kv_num_blocks.shape[1])
-    is_whole, is_lower = _shown_inside(m, grid, partial, lead[1])
-    grid = BlockGrid(keys, grid.q_block, grid.k_block, is_causal=not is_whole)
-    places = _places(full, grid)
-    shows_later = grid.is_causal and bool((grid.cut(*places) | grid.above(*places)).any())
-    if not (is_whole or is_lower) or shows_later:
-        raise ValueError(
-            "m.mask_mod hides pairs inside a block beyond the causal triangle, and a layout has whole blocks only; "
-            "make m of single tokens: create_block_mask(..., BLOCK_SIZE=1)"
-        )
-    if grid.is_causal:  # a partial block above the diagonal shows nothing
-        blocks = blocks[~grid.above(*_places(blocks, grid))]
-    return grid, lists_of_keys(grid, blocks, lead)
-
-
-def _places(blocks: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor]:
-    """Return row and column of blocks that are numbered row * columns + column."""
-    return blocks // grid.columns, blocks % grid.columns
-
-
-def _keys(counts: Tensor, entries: Tensor, grid: BlockGrid) -> Tensor:
-    """Turn lists of a BlockMask, as `_rectangle` returns them, into ascending block numbers, row * columns + column.
-    Row numbers continue from one head to the next."""
+def block_numbers(counts: Tensor, entries: Tensor, grid: BlockGrid, rows: int) -> Tensor:
+    """Turn lists of a BlockMask with `rows` rows per head, as `_rectangle` returns them, into ascending block numbers,
+    row * columns + column. Row numbers continue from one head to the next."""
     width = entries.shape[-1]
     row, at = (torch.arange(width, device=entries.device) < counts.reshape(-1, 1)).nonzero(as_tuple=True)
-    return (row * grid.columns + entries.reshape(-1, width)[row, at].long()).sort().values
-
-
-def _shown_inside(m: BlockMask, grid: BlockGrid, blocks: Tensor, heads: int) -> tuple[bool, bool]:
-    """Return whether the mask_mod shows all pairs of `blocks`, and whether it shows exactly those with key <= query.
-    Blocks are numbered row * columns + column, where rows continue from head to head and from batch element to batch
-    element."""
-    is_whole = True
-    is_lower = True
-    step_q, step_k = (torch.arange(size, device=blocks.device) for size in (grid.q_block, grid.k_block))
-    last = grid.seq_len - 1
-    at_once = max(1, 2**22 // (grid.q_block * grid.k_block))
-    for start in range(0, len(blocks), at_once):
-        some = blocks[start : start + at_once]
-        row = (some // grid.columns)[:, None, None]
-        column = (some % grid.columns)[:, None, None]
-        i = row % grid.rows * grid.q_block + step_q[:, None]
-        j = column * grid.k_block + step_k
-        inside = (i <= last) & (j <= last)
-        index = row // grid.rows // heads, row // grid.rows % heads, i.clamp(max=last), j.clamp(max=last)
-        flat = [x.expand(inside.shape).reshape(-1) for x in index]
-        with mapped_indices():
-            sees = torch.vmap(m.mask_mod)(*flat).view(inside.shape)
-        is_whole = is_whole and bool((sees | ~inside).all())
-        is_lower = is_lower and bool((sees == (j <= i))[inside].all())
-    return is_whole, is_lower
+    column = entries.reshape(-1, width)[row, at].long()
+    row = row // rows * grid.rows + row % rows
+    return (row * grid.columns + column).sort().values

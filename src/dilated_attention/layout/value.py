@@ -2,15 +2,16 @@
 
 A layout cuts a sequence of N tokens into query blocks of `q_block` and key blocks of `k_block` tokens (the last ones
 may be partial). It stores the key blocks of each query block as compressed sparse rows. Query i sees key j iff block j
-// k_block is listed for block i // q_block and, when `is_causal`, j <= i. A query block may have an empty list: its
-queries get out 0 and lse -inf.
+// k_block is listed for block i // q_block and, when `is_causal`, j <= i. Where that is not enough, an entry of a list
+carries the number of a mask, one bit per pair of its block. A query block may have an empty list: its queries get out 0
+and lse -inf.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -22,7 +23,8 @@ from torch import Tensor
 from dilated_attention import checks
 from dilated_attention.cache import derived, is_named, lasting, name_of
 from dilated_attention.kernels.cpu import lists as compiled
-from dilated_attention.layout import builders, conversions
+from dilated_attention.layout import builders, conversions, masks
+from dilated_attention.layout.masks import MaskMod
 from dilated_attention.layout.spans import (
     BlockGrid,
     BlockSize,
@@ -63,7 +65,12 @@ class BlockLayout:
     h, i + 1]]`. indices: int64 `(blocks,)`, key blocks, strictly ascending within a list. All lists lie one after the
     other, so they form one CSR matrix with batch * heads * query blocks rows.
 
-    The constructor copies both tables, so writing to the originals later does not change the layout. It checks dtypes
+    kinds, bits: None where every listed block is seen whole. Otherwise kinds: int64 `(blocks,)`, for each entry of
+    `indices` the number of its mask, or -1 for a whole block; bits: booleans `(masks, q_block, k_block)`. Query i of a
+    block sees key j of it iff `bits[kind, i, j]` and, when `is_causal`, the key is not later. `from_mask_mod` makes
+    both from a function.
+
+    The constructor copies the tables, so writing to the originals later does not change the layout. It checks dtypes
     and shapes, and on the CPU also the lists. `from_indices` checks the lists on every device.
 
     Examples:
@@ -84,7 +91,9 @@ class BlockLayout:
     q_block: int = 128
     k_block: int = 128
     is_causal: bool = False
-    _versions: tuple[int, int] | None = field(init=False, default=None)
+    kinds: Tensor | None = None
+    bits: Tensor | None = None
+    _versions: tuple[int, ...] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         grid = BlockGrid.of(self.seq_len, self.block_size, self.is_causal)
@@ -100,20 +109,32 @@ class BlockLayout:
             )
         if self.indices.ndim != 1:
             raise ValueError(f"indices must be one flat list, got shape {tuple(self.indices.shape)}")
-        given = self.indptr, self.indices
-        for name in ("indptr", "indices"):
-            object.__setattr__(self, name, _own(getattr(self, name)))
-        copied = self.indptr is not given[0] or self.indices is not given[1]
-        if copied and checks.readable(self.indptr, self.indices):
+        conversions.check_kinds(self.block_size, self.indices, self.kinds, self.bits)
+        given = self.tables
+        for name in ("indptr", "indices", "kinds", "bits"):
+            table = getattr(self, name)
+            if table is not None:
+                object.__setattr__(self, name, _own(table))
+        copied = any(mine is not theirs for mine, theirs in zip(self.tables, given, strict=True))
+        if copied and checks.readable(*self.tables):
             conversions.check_lists(self.grid, self.indptr, self.indices)
+            conversions.check_numbers(self.kinds, self.bits)
         versions = None
         if not torch.compiler.is_compiling():
             versions = self._table_versions()
         object.__setattr__(self, "_versions", versions)
 
-    def _table_versions(self) -> tuple[int, int]:
-        """Return PyTorch's version counters of indptr and indices, which rise when a table is written to."""
-        return self.indptr._version, self.indices._version
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """Return the tensors that define the layout: indptr and indices, then kinds and bits if some block has a
+        mask."""
+        if self.kinds is None or self.bits is None:
+            return self.indptr, self.indices
+        return self.indptr, self.indices, self.kinds, self.bits
+
+    def _table_versions(self) -> tuple[int, ...]:
+        """Return PyTorch's version counters of the tables, which rise when a table is written to."""
+        return tuple([table._version for table in self.tables])
 
     # ---- builders
 
@@ -253,12 +274,59 @@ class BlockLayout:
     def from_mask(
         cls, mask: Tensor, seq_len: int | None = None, block_size: BlockSize = 128, *, is_causal: bool = False
     ) -> BlockLayout:
-        """Build a layout from booleans, True for an active block.
+        """Build a layout from booleans: True for an active block or, with `seq_len`, True for a pair that is seen.
 
         The mask is `(query blocks, key blocks)`, `(heads, …)` or `(batch, heads, …)`. Without `seq_len` all blocks are
         whole. With `is_causal` no block may lie wholly above the diagonal.
+
+        A mask of `seq_len x seq_len` is one of pairs, unless blocks have one token: the layout shows exactly these
+        pairs, as in `from_mask_mod`.
         """
+        if conversions.of_pairs(mask, seq_len, block_size):
+            if is_causal and bool(mask.triu(1).any()):
+                raise ValueError("is_causal=True contradicts a mask that shows a later key; give mask.tril()")
+            made = cls._of(*masks.from_pairs(mask, block_size))
+            return made.causal() if is_causal else made
         return cls._of(*conversions.from_mask(mask, seq_len, block_size, is_causal))
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: MaskMod,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        block_size: BlockSize = 128,
+        device: torch.device | str = "cpu",
+    ) -> BlockLayout:
+        """Build a layout that shows exactly the pairs for which a function is true, each once.
+
+        The function has FlexAttention's signature and conventions: `mask_mod(b, h, q_idx, kv_idx)` gets one number of
+        each as int64 tensors without dimensions, may read tensors that it captures, and returns a boolean. `and_masks`
+        and `or_masks` of PyTorch work unchanged. It is evaluated in slices of queries; no tensor of N x N pairs exists.
+        Blocks that it cuts get a mask of bits; equal masks are stored once. The layout is causal if no query sees a
+        later key.
+
+        Args:
+            q_len, k_len: the numbers of queries and keys; k_len defaults to q_len. If they differ, the layout has
+                max(q_len, k_len) tokens, of which the last queries or keys take no part: call with `q_start=0,
+                k_start=0`.
+            batch, heads: how many b and h differ; None: the function does not depend on them, and gets 0.
+            block_size: tokens per block, or a pair (q_block, k_block).
+            device: where the function is evaluated, and where its captured tensors lie.
+
+        Raises ValueError, with the index that failed, if the function fails or does not return a boolean.
+
+        Examples:
+            >>> from dilated_attention import BlockLayout
+            >>> prefix = BlockLayout.from_mask_mod(lambda b, h, q, k: (k < 3) | (k <= q), 8, block_size=4)
+            >>> prefix.dense_mask()[0, 0].int()[:2]
+            tensor([[1, 1, 1, 0, 0, 0, 0, 0],
+                    [1, 1, 1, 0, 0, 0, 0, 0]], dtype=torch.int32)
+        """
+        return cls._of(*masks.from_mask_mod(mask_mod, q_len, k_len, batch, heads, block_size, device))
 
     @classmethod
     def from_indices(
@@ -346,7 +414,8 @@ class BlockLayout:
             repeated = [0] * max(heads, default=1)
             layouts = [x.select(heads=repeated) if x.num_heads == 1 else x for x in layouts]
         counts = torch.cat([F.pad(x.counts, (0, grid.rows - x.query_blocks)) for x in layouts], int(over == "heads"))
-        return cls._of(grid, (counts, torch.cat([x.indices for x in layouts])))
+        lists = counts, torch.cat([x.indices for x in layouts])
+        return cls._of(grid, lists, *masks.stacked([x.entries for x in layouts]))
 
     # ---- shape and content
 
@@ -383,7 +452,7 @@ class BlockLayout:
 
     @property
     def nbytes(self) -> int:
-        return self.indptr.nbytes + self.indices.nbytes
+        return sum(table.nbytes for table in self.tables)
 
     @property
     def device(self) -> torch.device:
@@ -393,7 +462,7 @@ class BlockLayout:
     def key(self) -> Hashable:
         """Return a key for caches. It identifies the tables, not their content: equal layouts that were made separately
         have different keys."""
-        return (name_of(self.indptr), name_of(self.indices), self.seq_len, *self.block_size, self.is_causal)
+        return (*map(name_of, self.tables), self.seq_len, *self.block_size, self.is_causal)
 
     @cached_property
     def density(self) -> float:
@@ -409,6 +478,11 @@ class BlockLayout:
     def row(self) -> Tensor:
         """Return, for each entry of `indices`, the number of its list in (batch, head, query block) order: int64."""
         return rows_of(self.counts, self.nnz)
+
+    @property
+    def entries(self) -> masks.Entries:
+        """Return the blocks of all lists, with their masks."""
+        return masks.Entries(self.grid, self.row, self.indices, self.kinds, self.bits)
 
     @derived
     def transposed(self) -> Transposed:
@@ -440,6 +514,8 @@ class BlockLayout:
     @derived
     def seen(self) -> Tensor:
         """Return the number of keys that each token sees, int64 `(batch or 1, heads or 1, seq)`."""
+        if self.kinds is not None:
+            return self._seen_by_bits()
         size = torch.full((self.key_blocks,), self.k_block, device=self.device)
         size[-1] = self.seq_len - (self.key_blocks - 1) * self.k_block
         row = self.row
@@ -450,8 +526,19 @@ class BlockLayout:
         query = (row[cut] % self.query_blocks * self.q_block)[:, None] + torch.arange(self.q_block, device=self.device)
         before = (query + 1 - (self.indices[cut] * self.k_block)[:, None]).clamp_(min=0)
         partial = number.new_zeros(rows, self.q_block).index_add_(0, row[cut], before.minimum(number[cut][:, None]))
-        seen = (whole[:, None] + partial).view(self.batch_size, self.num_heads, self.query_blocks * self.q_block)
-        return seen[..., : self.seq_len].contiguous()
+        return self._by_token(whole[:, None] + partial)
+
+    def _seen_by_bits(self) -> Tensor:
+        seen = self.indices.new_zeros(self.indptr[..., 1:].numel(), self.q_block)
+        entries = self.entries
+        for some in entries.slices():
+            seen.index_add_(0, entries.row[some], entries.shown(some).sum(2))
+        return self._by_token(seen)
+
+    def _by_token(self, x: Tensor) -> Tensor:
+        """Return x (lists, q_block) as (batch or 1, heads or 1, seq)."""
+        x = x.view(self.batch_size, self.num_heads, self.query_blocks * self.q_block)
+        return x[..., : self.seq_len].contiguous()
 
     def coverage(self, seq_len: int, num_heads: int) -> Tensor:
         """Return the number of keys that each token sees, per head: int64 `(num_heads, seq_len)`.
@@ -535,7 +622,7 @@ class BlockLayout:
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
-        return self._with(self.indptr.to(device), self.indices.to(device))
+        return self._with(*[table.to(device) for table in self.tables])
 
     def select(self, *, batch: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> BlockLayout:
         """Return a layout with the lists of these batch elements and heads alone, in the given order; None: all."""
@@ -546,13 +633,13 @@ class BlockLayout:
             return self
         indptr = self.indptr[samples][:, lists]
         counts = indptr.diff(dim=-1)
-        return self._with(row_offsets(counts), self._listed(indptr[..., :-1], counts))
+        return self._chosen(row_offsets(counts), self._entries(indptr[..., :-1], counts))
 
-    def _listed(self, starts: Tensor, counts: Tensor) -> Tensor:
-        """Return `counts` entries of `indices` from each of `starts`, list after list."""
+    def _entries(self, starts: Tensor, counts: Tensor) -> Tensor:
+        """Return the numbers of `counts` entries from each of `starts`, list after list."""
         counts = counts.flatten()
         entry = (starts.flatten() - (counts.cumsum(0) - counts)).repeat_interleave(counts)
-        return self.indices[entry + torch.arange(entry.numel(), device=self.device)]
+        return entry + torch.arange(entry.numel(), device=self.device)
 
     def for_heads(self, num_heads: int) -> BlockLayout:
         """Return this layout for `num_heads` query heads: a KV head's lists are repeated for each of its query heads.
@@ -571,9 +658,9 @@ class BlockLayout:
         if seq_len == self.seq_len:
             return self
         counts = self.counts[..., : -(-seq_len // self.q_block)]
-        blocks = self._listed(self.indptr[..., : counts.shape[-1]], counts)
-        keep = blocks < -(-seq_len // self.k_block)
-        return self._with(kept_before(keep)[row_offsets(counts)], blocks[keep], seq_len=seq_len)
+        entries = self._entries(self.indptr[..., : counts.shape[-1]], counts)
+        keep = self.indices[entries] < -(-seq_len // self.k_block)
+        return self._chosen(kept_before(keep)[row_offsets(counts)], entries[keep], seq_len=seq_len)
 
     def part(self, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[BlockLayout, int, int]:
         """Return the layout of a short sequence, and its first query and its first key, for the queries and the keys at
@@ -598,36 +685,36 @@ class BlockLayout:
 
         rows = slice(queries[0] // self.q_block, -(-queries[1] // self.q_block))
         counts = self.counts[..., rows]
-        blocks = self._listed(self.indptr[..., rows], counts)
+        entries = self._entries(self.indptr[..., rows], counts)
+        blocks = self.indices[entries]
         keep = (blocks >= keys[0] // self.k_block) & (blocks < -(-keys[1] // self.k_block))
         first = rows.start - moved[0] // self.q_block
         after = -(-size // self.q_block) - first - counts.shape[-1]
         starts = row_offsets(F.pad(counts, (first, after)))
-        listed = blocks[keep] - moved[1] // self.k_block
-        short = self._with(kept_before(keep)[starts], listed, seq_len=size)
+        short = self._chosen(kept_before(keep)[starts], entries[keep], moved[1] // self.k_block, seq_len=size)
         return short, queries[0] - moved[0], keys[0] - moved[1]
 
     # ---- algebra
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
-        """Return the union: the blocks that at least one of the layouts lists.
+        """Return the union: it shows the pairs that at least one of the layouts shows.
 
-        Both must be causal or neither, because a layout cannot mask one block and show all of another on the diagonal.
+        If one is causal and the other is not, the blocks that the diagonal cuts get masks of bits.
         """
         if not isinstance(other, BlockLayout):
             return NotImplemented
-        if self.is_causal != other.is_causal:
-            raise ValueError(
-                f"cannot unite a layout with is_causal={self.is_causal} and one with is_causal={other.is_causal}; "
-                "take .causal() of both"
-            )
+        if self.is_causal != other.is_causal or self.kinds is not None or other.kinds is not None:
+            return self._combined(other, torch.logical_or)
         merged, lead = self._merge(other)
         return self._of(self.grid, lists_of_keys(self.grid, merged.unique_consecutive(), lead))
 
     def __and__(self, other: BlockLayout) -> BlockLayout:
-        """Return the intersection: the blocks that both layouts list. It is causal if at least one of them is."""
+        """Return the intersection: it shows the pairs that both layouts show. It is causal if at least one of them is,
+        unless masks of bits say so already."""
         if not isinstance(other, BlockLayout):
             return NotImplemented
+        if self.kinds is not None or other.kinds is not None:
+            return self._combined(other, torch.logical_and)
         merged, lead = self._merge(other)
         grid = self.grid
         if self.is_causal != other.is_causal:
@@ -645,16 +732,18 @@ class BlockLayout:
         if self.is_causal:
             return self
         keep = ~self.grid.above(self.row, self.indices)
-        return self._with(kept_before(keep)[self.indptr], self.indices[keep], is_causal=True)
+        return self._chosen(kept_before(keep)[self.indptr], keep.nonzero()[:, 0], is_causal=True)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockLayout):
             return NotImplemented
         if (self.seq_len, self.block_size, self.is_causal) != (other.seq_len, other.block_size, other.is_causal):
             return False
-        return torch.equal(self.indptr.cpu(), other.indptr.cpu()) and torch.equal(
-            self.indices.cpu(), other.indices.cpu()
-        )
+        if not torch.equal(self.indptr.cpu(), other.indptr.cpu()):
+            return False
+        if not torch.equal(self.indices.cpu(), other.indices.cpu()):
+            return False
+        return masks.equal(self.entries, other.entries)
 
     def __hash__(self) -> int:
         return self._hash
@@ -666,7 +755,8 @@ class BlockLayout:
 
     def __reduce__(self) -> tuple[type[BlockLayout], tuple[Tensor | int, ...]]:
         """Pickle only the lists. Derived values such as `key` and the hash are valid in this process only."""
-        return type(self), (self.indptr, self.indices, self.seq_len, self.q_block, self.k_block, self.is_causal)
+        numbers = self.seq_len, self.q_block, self.k_block, self.is_causal
+        return type(self), (*self.tables[:2], *numbers, *self.tables[2:])
 
     def __setstate__(self, state: object) -> None:
         """Refuse a pickled state: `__reduce__` writes none, and one would bring in lists that the constructor has not
@@ -682,12 +772,15 @@ class BlockLayout:
         block: int | tuple[int, int] = self.block_size
         if self.q_block == self.k_block:
             block = self.q_block
+        inside = ""
+        if self.bits is not None:
+            inside = f", masks={len(self.bits)} of {self.bits.nbytes:,} bytes"
         where = ""
         if self.device.type != "cpu":
             where = f", device={self.device}"
         return (
             f"BlockLayout(seq_len={self.seq_len}, block_size={block}{lead}, blocks={self.nnz}, "
-            f"density={self.density:.4g}, is_causal={self.is_causal}{where})"
+            f"density={self.density:.4g}{inside}, is_causal={self.is_causal}{where})"
         )
 
     # ---- conversions
@@ -708,6 +801,11 @@ class BlockLayout:
         conversions.check_dense((self.batch_size, self.num_heads, self.seq_len, self.seq_len))
         token = torch.arange(self.seq_len, device=self.device)
         dense = self.dense_blocks()[..., (token // self.q_block)[:, None], token // self.k_block]
+        if self.kinds is not None and self.bits is not None:
+            kind = torch.full((*dense.shape[:2], self.query_blocks, self.key_blocks), -1, device=self.device)
+            kind.view(-1, self.key_blocks)[self.row, self.indices] = self.kinds
+            kind = kind[..., (token // self.q_block)[:, None], token // self.k_block]
+            dense &= (kind < 0) | self.bits[kind, (token % self.q_block)[:, None], token % self.k_block]
         if self.is_causal:
             dense.tril_()
         return dense
@@ -717,8 +815,11 @@ class BlockLayout:
 
         Its shape is `([batch, heads,] q_block * query blocks, k_block * key blocks)`. It holds whole blocks: the causal
         triangle and the length of a partial last block are lost. All values share the memory of one element. The BSR
-        format needs equally many blocks in every batch element and head, so other layouts are refused.
+        format needs equally many blocks in every batch element and head, so other layouts are refused, and so are
+        layouts with masks inside blocks.
         """
+        if self.kinds is not None:
+            raise ValueError("BSR holds whole blocks, and the layout has masks inside blocks; give to_block_mask()")
         return conversions.to_bsr(self.grid, self.indptr, self.indices)
 
     @classmethod
@@ -739,16 +840,16 @@ class BlockLayout:
         Blocks that the diagonal or the end of the sequence cuts become partial blocks. The mask_mod looks the block up
         by bisection, since FlexAttention without compilation reads nothing but the mask_mod.
         """
-        return conversions.to_block_mask(self.grid, self.indptr, self.indices)
+        return conversions.to_block_mask(self.grid, *self.tables)
 
     @classmethod
     def from_block_mask(cls, m: BlockMask) -> BlockLayout:
-        """Build a layout from the blocks of a FlexAttention `BlockMask`.
+        """Build a layout that shows what a FlexAttention `BlockMask` shows.
 
-        The layout is causal if the partial blocks show exactly their lower triangle. The mask_mod is evaluated on
-        the partial blocks; one that hides anything except the causal triangle is an error.
+        The mask_mod is evaluated on the partial blocks alone. What it hides inside a block becomes a mask of bits, and
+        the layout is causal if no query sees a later key, as in `from_mask_mod`.
         """
-        return cls._of(*conversions.from_block_mask(m))
+        return cls._of(*masks.from_block_mask(m))
 
     def plot(self, ax: Axes | None = None, *, batch: int = 0, head: int = 0) -> Axes:
         """Draw one head's blocks, queries downwards, keys to the right; grey where a pixel covers several blocks."""
@@ -764,32 +865,51 @@ class BlockLayout:
     # ---- inner workings
 
     @classmethod
-    def _of(cls, grid: BlockGrid, lists: Lists) -> BlockLayout:
+    def _of(cls, grid: BlockGrid, lists: Lists, kinds: Tensor | None = None, bits: Tensor | None = None) -> BlockLayout:
         counts, indices = lists
         counts = counts[(None,) * (3 - counts.ndim)]
         tables = _named(row_offsets(counts)), _named(indices)
-        return cls(*tables, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal)
+        inside = () if kinds is None or bits is None else (_named(kinds), _named(bits))
+        return cls(*tables, grid.seq_len, grid.q_block, grid.k_block, grid.is_causal, *inside)
 
-    def _with(self, indptr: Tensor, indices: Tensor, **changes: Any) -> BlockLayout:
-        """Return this layout with new tables that no other code refers to; `changes` replace other fields."""
+    def _with(self, indptr: Tensor, indices: Tensor, *inside: Tensor, **changes: Any) -> BlockLayout:
+        """Return this layout with new tables that no other code refers to, those of masks last; `changes` replace other
+        fields."""
+        changes |= zip(("kinds", "bits"), map(_named, inside), strict=False)
         return replace(self, indptr=_named(indptr), indices=_named(indices), **changes)
+
+    def _chosen(self, indptr: Tensor, entries: Tensor, shift: int = 0, **changes: Any) -> BlockLayout:
+        """Return the layout of these entries of the lists, with key blocks numbered from `shift`."""
+        inside = () if self.kinds is None else (self.kinds[entries],)
+        return self._with(indptr, self.indices[entries] - shift, *inside, **changes)
+
+    def _combined(self, other: BlockLayout, combine: Callable[[Tensor, Tensor], Tensor]) -> BlockLayout:
+        """Return the layout that shows a pair iff `combine` of what the two show is true."""
+        lead = self._common_lead(other)
+        return self._of(*masks.combined(self.repeated(lead).entries, other.repeated(lead).entries, lead, combine))
 
     @classmethod
     def _of_spans(cls, grid: BlockGrid, spans: Spans) -> BlockLayout:
         return cls._of(grid, lists_of_spans(grid, spans))
 
+    def repeated(self, lead: tuple[int, int]) -> BlockLayout:
+        """Return this layout with lists for `lead` = (batch elements, heads); shared lists are repeated for them."""
+        batch = [0] * lead[0] if self.batch_size == 1 else None
+        heads = [0] * lead[1] if self.num_heads == 1 else None
+        return self.select(batch=batch, heads=heads)
+
     def _keys(self, lead: tuple[int, int]) -> Tensor:
         """Return row * key_blocks + column of all active blocks, ascending, int64; row numbers continue from one head
         to the next. `lead`: the result's (batch elements, heads); shared lists are repeated for them."""
-        self.require_unchanged()
-        layout = self
-        if lead != (self.batch_size, self.num_heads):
-            batch = [0] * lead[0] if self.batch_size == 1 else None
-            heads = [0] * lead[1] if self.num_heads == 1 else None
-            layout = self.select(batch=batch, heads=heads)
+        layout = self.repeated(lead)
         return layout.row.mul_(self.key_blocks).add_(layout.indices)
 
     def _merge(self, other: BlockLayout) -> tuple[Tensor, tuple[int, int]]:
+        lead = self._common_lead(other)
+        return sort_keys(torch.cat([self._keys(lead), other._keys(lead)]), "stable"), lead
+
+    def _common_lead(self, other: BlockLayout) -> tuple[int, int]:
+        """Return the (batch elements, heads) of a layout made of both; ValueError if they do not fit together."""
         mine = (self.seq_len, self.block_size, self.device)
         theirs = (other.seq_len, other.block_size, other.device)
         if mine != theirs:
@@ -797,8 +917,7 @@ class BlockLayout:
         sizes = {name: {getattr(self, name), getattr(other, name)} - {1} for name in ("batch_size", "num_heads")}
         if any(len(size) > 1 for size in sizes.values()):
             raise ValueError(f"layouts must agree in batch_size and num_heads, or have 1, got {self} and {other}")
-        lead = (max(self.batch_size, other.batch_size), max(self.num_heads, other.num_heads))
-        return sort_keys(torch.cat([self._keys(lead), other._keys(lead)]), "stable"), lead
+        return max(self.batch_size, other.batch_size), max(self.num_heads, other.num_heads)
 
 
 def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> list[int] | slice:

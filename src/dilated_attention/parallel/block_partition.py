@@ -61,12 +61,12 @@ def _query_blocks(layout: BlockLayout, rows: Interval) -> Integers:
 
 
 def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) -> tuple[Integers, Integers]:
-    """Return (list numbers, key blocks), one of each for every entry in the lists of these heads and query blocks.
+    """Return (list numbers, entries): for every entry in the lists of these heads and query blocks, the number of its
+    list, and its place in `indices`.
 
     `heads`: heads of the layout. The lists so selected are numbered from 0, by batch element, head and query block.
     """
-    tables = layout.to("cpu")
-    indptr = tables.indptr.numpy()[:, list(heads)]
+    indptr = layout.indptr.cpu().numpy()[:, list(heads)]
     starts = indptr[:, :, query_blocks].ravel()
     stops = indptr[:, :, query_blocks + 1].ravel()
     counts = stops - starts
@@ -74,7 +74,12 @@ def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) ->
     lists = np.repeat(np.arange(len(counts)), counts)
     shift = starts - (counts.cumsum() - counts)  # from an entry's number here to its place in `indices`
     places = np.arange(len(lists)) + np.repeat(shift, counts)
-    return lists, tables.indices.numpy()[places]
+    return lists, places
+
+
+def _key_blocks(layout: BlockLayout, entries: Integers) -> Integers:
+    """Return the key blocks that these entries of the lists name."""
+    return layout.indices.cpu().numpy()[entries]
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
@@ -99,8 +104,8 @@ def _needed(
     together."""
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
-        _, blocks = _lists(layout, lists, _query_blocks(layout, queries))
-        listed = _rows_in(np.unique(blocks), layout.k_block)
+        _, entries = _lists(layout, lists, _query_blocks(layout, queries))
+        listed = _rows_in(np.unique(_key_blocks(layout, entries)), layout.k_block)
         rows = listed[_among(listed, within)]
         yield crossing.keys.start + rows * crossing.keys.step, heads
 
@@ -160,11 +165,11 @@ class _Shrunk:
         """Return the positions of these rows of the crossing segment in the shortened one."""
         return np.searchsorted(self.units, rows // self.unit) * self.unit + rows % self.unit
 
-    def layout(self, heads: int, lists: Integers, blocks: Integers) -> BlockLayout:
-        """Return the layout over the shortened segment, made of the entries of the kept query blocks' lists.
+    def layout(self, heads: int, lists: Integers, entries: Integers) -> BlockLayout:
+        """Return the layout over the shortened segment, made of `entries` of the kept query blocks' lists.
 
-        Entry i belongs to list `lists[i]` and names key block `blocks[i]` of the whole segment (see `_lists`). `heads`:
-        the number of heads that have separate lists.
+        Entry `entries[i]` belongs to list `lists[i]` (see `_lists`). `heads`: the number of heads that have separate
+        lists.
         """
         q_block, k_block = self.whole.block_size
         counts = np.zeros((self.whole.batch_size, heads, -(-self.size // q_block)), dtype=np.int64)
@@ -173,18 +178,24 @@ class _Shrunk:
         counts[:, :, query_blocks] = lengths.reshape(*counts.shape[:2], -1)
 
         indptr = row_offsets(torch.from_numpy(counts))
+        blocks = _key_blocks(self.whole, entries)
         indices = torch.from_numpy(self.place(blocks * k_block) // k_block)
-        return replace(self.whole, indptr=indptr, indices=indices, seq_len=self.size)
+        whole = self.whole.to("cpu")
+        kinds = whole.kinds
+        if kinds is not None:
+            kinds = kinds[torch.from_numpy(entries)]
+        return replace(whole, indptr=indptr, indices=indices, kinds=kinds, seq_len=self.size)
 
 
 def _wanted(
-    layout: BlockLayout, intervals: Sequence[Interval], lists: Integers, blocks: Integers
+    layout: BlockLayout, intervals: Sequence[Interval], lists: Integers, entries: Integers
 ) -> tuple[Integers, Integers]:
     """Return those of the list entries (see `_lists`) whose key block has a row in one of the intervals."""
+    blocks = _key_blocks(layout, entries)
     key_blocks = np.unique(blocks)
     is_wanted = _among(_rows_in(key_blocks, layout.k_block), intervals).reshape(-1, layout.k_block).any(1)
     kept = np.isin(blocks, key_blocks[is_wanted])
-    return lists[kept], blocks[kept]
+    return lists[kept], entries[kept]
 
 
 def problem(
@@ -205,8 +216,8 @@ def problem(
     listing: list[int] = []
     for _, lists_of_heads in _heads(sharding, layout, crossing):
         listing += lists_of_heads
-    lists, blocks = _wanted(layout, wanted, *_lists(layout, listing, query_blocks))
-    if not len(blocks):
+    lists, entries = _wanted(layout, wanted, *_lists(layout, listing, query_blocks))
+    if not len(entries):
         return None
 
     # the query blocks from the first to the last that have such an entry, and the lists numbered among them
@@ -215,7 +226,7 @@ def problem(
     query_blocks = query_blocks[first : int(number.max()) + 1]
     lists = group * len(query_blocks) + number - first
 
-    key_blocks = np.unique(blocks)
+    key_blocks = np.unique(_key_blocks(layout, entries))
     shrunk = _Shrunk(layout, query_blocks, key_blocks)
     start = max(own[0], int(query_blocks[0]) * layout.q_block)
     stop = min(own[1], int(query_blocks[-1] + 1) * layout.q_block)
@@ -240,7 +251,7 @@ def problem(
         slots.append(cells(shrunk.place(rows), np.searchsorted(crossing.heads, heads), count))
 
     shard, shard_stop = sharding.shard(rank)
-    queries = BlockQueries(shrunk.layout(len(listing), lists, blocks).to(device), crossing.heads, hidden)
+    queries = BlockQueries(shrunk.layout(len(listing), lists, entries).to(device), crossing.heads, hidden)
     groups = (StridedGroup(as_rows(mine, shard), as_rows(range(shrunk.size), 0), 0, count, 1, at=(ahead, 0)),)
     plan = Plan(shard_stop - shard, count, groups, covered=False, square=False)
     return Remote(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)

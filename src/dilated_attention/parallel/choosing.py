@@ -86,6 +86,8 @@ def _chosen(choose: Callable[[Tensor, Tensor], BlockLayout], q: Tensor, k: Tenso
     layout = choose(q, k)
     if not isinstance(layout, BlockLayout):
         raise ValueError(f"a choice must be a BlockLayout; got {type(layout).__name__}")
+    if layout.kinds is not None:
+        raise ValueError(f"a choice over a mesh must be of whole blocks; got masks inside blocks: {layout}")
     layout.check(len(q), q.shape[1], q.shape[2], k.shape[2])
     if layout.num_heads == 1:
         return layout.select(heads=[0] * k.shape[2])

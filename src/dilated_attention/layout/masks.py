@@ -1,0 +1,339 @@
+"""Make and combine the masks of bits that entries of a layout carry where whole blocks are not enough.
+
+A mask belongs to one block: booleans (q_block, k_block), query by key. Equal masks are stored once and have one
+number, their kind. `shown` holds what some blocks show, booleans (blocks, q_block, k_block), False for pairs beyond the
+end of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilated_attention import checks
+from dilated_attention.layout.conversions import block_numbers
+from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, lists_of_keys, sort_keys
+from dilated_attention.torch_internals import mapped_indices
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A function of batch element, head, query and key, each one number, that says whether the query sees the key."""
+
+Tables = tuple[BlockGrid, Lists, Tensor | None, Tensor | None]
+"""What makes a layout: its grid, its lists, and the kinds and bits of blocks that are not whole, or None and None."""
+
+_AT_ONCE = 2**24
+"""The most pairs whose masks are formed at one time."""
+
+
+class Entries(NamedTuple):
+    """Hold the entries of a layout's lists: row and column of each block, and the layout's kinds and bits. Rows
+    continue from head to head and from batch element to batch element."""
+
+    grid: BlockGrid
+    row: Tensor
+    column: Tensor
+    kinds: Tensor | None
+    bits: Tensor | None
+
+    def slices(self) -> Iterator[slice]:
+        return slices(len(self.row), self.grid)
+
+    def shown(self, some: slice | Tensor) -> Tensor:
+        """Return what some of the entries show."""
+        seen = _inside(self.grid, self.row[some], self.column[some])
+        if self.kinds is not None and self.bits is not None:
+            kinds = self.kinds[some]
+            has_mask = kinds >= 0
+            seen[has_mask] &= self.bits[kinds[has_mask]]
+        return seen
+
+
+def slices(blocks: int, grid: BlockGrid) -> Iterator[slice]:
+    """Cut a list of blocks into runs whose masks may be formed at one time."""
+    step = max(1, _AT_ONCE // (grid.q_block * grid.k_block))
+    for start in range(0, blocks, step):
+        yield slice(start, start + step)
+
+
+def _inside(grid: BlockGrid, row: Tensor, column: Tensor) -> Tensor:
+    """Return which pairs of blocks lie before the end of the sequence and, in a causal grid, not after the query."""
+    query, key = _tokens(grid, row, column)
+    inside = (query < grid.seq_len) & (key < grid.seq_len)
+    if grid.is_causal:
+        inside &= key <= query
+    return inside
+
+
+def _tokens(grid: BlockGrid, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the queries (blocks, q_block, 1) and the keys (blocks, 1, k_block) of blocks."""
+    query = (row % grid.rows * grid.q_block)[:, None] + torch.arange(grid.q_block, device=row.device)
+    key = (column * grid.k_block)[:, None] + torch.arange(grid.k_block, device=row.device)
+    return query[:, :, None], key[:, None, :]
+
+
+# ---- collecting
+
+
+class _Collected:
+    """Collect blocks and what they show, and number the masks of those that are neither whole nor empty.
+
+    Blocks are numbered row * columns + column. Row numbers continue from head to head and from batch element to batch
+    element.
+    """
+
+    def __init__(self, grid: BlockGrid) -> None:
+        self.grid = grid
+        self.blocks: list[Tensor] = []
+        self.kinds: list[Tensor] = []
+        self.is_lower: list[Tensor] = []  # of each block, whether it shows exactly its lower triangle
+        self.shows_later = False
+        self.numbers: dict[bytes, int] = {}
+
+    def add(self, blocks: Tensor, shown: Tensor) -> None:
+        """Add blocks and what they show; those that show nothing are left out."""
+        count = shown.flatten(1).sum(1)
+        some = count > 0
+        blocks = blocks[some]
+        if not len(blocks):
+            return
+        shown = shown[some]
+        row = blocks // self.grid.columns
+        column = blocks % self.grid.columns
+        kinds = torch.full_like(blocks, -1)
+        cut = (count[some] < self._pairs(row, column)).nonzero()[:, 0]
+        kinds[cut] = self._numbered(shown[cut]).to(kinds.device)
+
+        causal = BlockGrid(self.grid.seq_len, self.grid.q_block, self.grid.k_block, is_causal=True)
+        is_lower = torch.zeros_like(some[some])
+        is_above = causal.above(row, column)
+        on_diagonal = (causal.cut(row, column) & ~is_above).nonzero()[:, 0]
+        earlier = _inside(causal, row[on_diagonal], column[on_diagonal])
+        of_diagonal = shown[on_diagonal]
+        is_lower[on_diagonal] = (of_diagonal == earlier).flatten(1).all(1)
+        later = bool(is_above.any()) or bool((of_diagonal & ~earlier).any())
+        self.shows_later = self.shows_later or later
+
+        self.blocks.append(blocks)
+        self.kinds.append(kinds)
+        self.is_lower.append(is_lower)
+
+    def _pairs(self, row: Tensor, column: Tensor) -> Tensor:
+        """Return how many pairs of each block lie inside the sequence."""
+        grid = self.grid
+        queries = (grid.seq_len - row % grid.rows * grid.q_block).clamp(max=grid.q_block)
+        keys = (grid.seq_len - column * grid.k_block).clamp(max=grid.k_block)
+        return queries * keys
+
+    def _numbered(self, shown: Tensor) -> Tensor:
+        """Return the number of each mask; a new one gets the next number."""
+        found = [self.numbers.setdefault(mask, len(self.numbers)) for mask in _packed(shown)]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
+
+    def tables(self, lead: tuple[int, int]) -> Tables:
+        """Return the tables of a layout for `lead` = (batch elements, heads)."""
+        grid = self.grid
+        if not self.blocks:
+            return grid, lists_of_keys(grid, torch.empty(0, dtype=torch.int64, device="cpu"), lead), None, None
+        blocks = torch.cat(self.blocks)
+        kinds = torch.cat(self.kinds)
+        is_lower = torch.cat(self.is_lower) & (kinds >= 0)
+        if not self.shows_later and bool(is_lower.any()):
+            grid = replace(grid, is_causal=True)
+            kinds[is_lower] = -1
+        blocks, order = blocks.sort()
+        used, kinds = kinds[order].unique(return_inverse=True)
+        used = used.tolist()
+        if used[0] < 0:
+            kinds -= 1
+            used = used[1:]
+        if not used:
+            return grid, lists_of_keys(grid, blocks, lead), None, None
+        masks = list(self.numbers)
+        bits = _unpacked([masks[number] for number in used], grid)
+        return grid, lists_of_keys(grid, blocks, lead), kinds, bits.to(blocks.device)
+
+
+def _packed(shown: Tensor) -> list[bytes]:
+    return [mask.tobytes() for mask in np.packbits(shown.flatten(1).cpu().numpy(), axis=1)]
+
+
+def _unpacked(packed: Sequence[bytes], grid: BlockGrid) -> Tensor:
+    size = grid.q_block * grid.k_block
+    rows = np.frombuffer(b"".join(packed), dtype=np.uint8).reshape(len(packed), -1)
+    bits = np.unpackbits(rows, axis=1, count=size)
+    return torch.from_numpy(bits.view(bool)).view(-1, grid.q_block, grid.k_block)
+
+
+# ---- functions and dense masks
+
+
+def from_mask_mod(
+    mask_mod: MaskMod,
+    q_len: int,
+    k_len: int | None,
+    batch: int | None,
+    heads: int | None,
+    block_size: BlockSize,
+    device: torch.device | str,
+) -> Tables:
+    if not callable(mask_mod):
+        raise ValueError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {checks.kind_of(mask_mod)}")
+    q_len = checks.positive("q_len", q_len)
+    k_len = q_len if k_len is None else checks.positive("k_len", k_len)
+    if batch is None:
+        batch = 1
+    if heads is None:
+        heads = 1
+    lead = checks.positive("batch", batch), checks.positive("heads", heads)
+    mapped = _mapped(mask_mod)
+
+    def rows(b: int, h: int, start: int, stop: int) -> Tensor:
+        query = torch.arange(start, stop, device=device)
+        key = torch.arange(k_len, device=device)
+        return _evaluated(mapped, torch.tensor(b, device=device), torch.tensor(h, device=device), query, key)
+
+    return _from_rows(rows, (q_len, k_len), lead, block_size)
+
+
+def from_pairs(mask: Tensor, block_size: BlockSize) -> Tables:
+    mask = mask[(None,) * (4 - mask.ndim)]
+
+    def rows(b: int, h: int, start: int, stop: int) -> Tensor:
+        return mask[b, h, start:stop]
+
+    return _from_rows(rows, (mask.shape[2], mask.shape[3]), (mask.shape[0], mask.shape[1]), block_size)
+
+
+def _from_rows(
+    rows: Callable[[int, int, int, int], Tensor], size: tuple[int, int], lead: tuple[int, int], block_size: BlockSize
+) -> Tables:
+    """Make tables of a mask of `size` = (queries, keys), given a function that returns the rows start to stop of batch
+    element b and head h, booleans (stop - start, keys)."""
+    queries, keys = size
+    grid = BlockGrid.of(max(size), block_size, False)
+    collected = _Collected(grid)
+    at_once = max(1, _AT_ONCE // (grid.columns * grid.k_block * grid.q_block)) * grid.q_block
+    for b in range(lead[0]):
+        for h in range(lead[1]):
+            first_row = (b * lead[1] + h) * grid.rows
+            for start in range(0, queries, at_once):
+                shown = rows(b, h, start, min(queries, start + at_once))
+                below = -shown.shape[0] % grid.q_block
+                right = grid.columns * grid.k_block - keys
+                if below or right:
+                    shown = torch.nn.functional.pad(shown, (0, right, 0, below))
+                tiled = shown.unflatten(1, (-1, grid.k_block)).unflatten(0, (-1, grid.q_block)).transpose(1, 2)
+                row, column = tiled.any(3).any(2).nonzero(as_tuple=True)
+                blocks = (first_row + start // grid.q_block + row) * grid.columns + column
+                collected.add(blocks, tiled[row, column])
+    return collected.tables(lead)
+
+
+def _mapped(mask_mod: MaskMod) -> MaskMod:
+    """Return the function of one number each as a function of numbers b and h, all queries and all keys."""
+    of_keys = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
+    return torch.vmap(of_keys, in_dims=(None, None, 0, None))
+
+
+def _evaluated(mapped: MaskMod, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return what a mapped mask_mod shows, or raise ValueError with the first index that fails."""
+    where = f"b={int(b)}, h={int(h)}, q_idx={int(query[0])}, kv_idx={int(key[0])}"
+    try:
+        with mapped_indices():
+            shown = mapped(b, h, query, key)
+    except Exception as error:
+        raise ValueError(f"mask_mod fails, called first with {where}: {error}") from error
+    if not isinstance(shown, Tensor) or shown.dtype != torch.bool:
+        raise ValueError(
+            f"mask_mod must return a boolean; got {checks.kind_of(shown)} at {where}; compare, as in q_idx >= kv_idx"
+        )
+    if shown.shape != (len(query), len(key)):
+        raise ValueError(
+            f"mask_mod must return one boolean per pair; got {tuple(shown.shape[2:])} at {where}; it is called "
+            "with one number of each"
+        )
+    return shown
+
+
+# ---- FlexAttention
+
+
+def from_block_mask(m: BlockMask) -> Tables:
+    queries, keys = m.seq_lengths
+    size = int(m.BLOCK_SIZE[0]), int(m.BLOCK_SIZE[1])
+    grid = BlockGrid.of(max(queries, keys), size, False)
+    lead = (m.kv_num_blocks.shape[0], m.kv_num_blocks.shape[1])
+    collected = _Collected(grid)
+    listed = [(m.kv_num_blocks, m.kv_indices, True)]
+    if m.full_kv_num_blocks is not None and m.full_kv_indices is not None:
+        listed.append((m.full_kv_num_blocks, m.full_kv_indices, False))
+    for counts, indices, is_partial in listed:
+        blocks = block_numbers(counts, indices, grid, -(-queries // size[0]))
+        for some in slices(len(blocks), grid):
+            row = blocks[some] // grid.columns
+            query, key = _tokens(grid, row, blocks[some] % grid.columns)
+            shown = (query < queries) & (key < keys)
+            if is_partial:
+                head = (row // grid.rows)[:, None, None]
+                tokens = query.clamp(max=queries - 1), key.clamp(max=keys - 1)
+                index = (head // lead[1], head % lead[1], *tokens)
+                flat = [x.expand(shown.shape).reshape(-1) for x in index]
+                with mapped_indices():
+                    shown &= torch.vmap(m.mask_mod)(*flat).view(shown.shape)
+            collected.add(blocks[some], shown)
+    return collected.tables(lead)
+
+
+# ---- algebra
+
+
+def stacked(parts: Sequence[Entries]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the kinds and bits of layouts whose lists follow one another; None and None if all blocks are whole."""
+    if all(part.kinds is None for part in parts):
+        return None, None
+    kinds = []
+    bits = []
+    count = 0
+    for part in parts:
+        if part.kinds is None or part.bits is None:
+            kinds.append(torch.full_like(part.column, -1))
+            continue
+        kinds.append(torch.where(part.kinds < 0, -1, part.kinds + count))
+        bits.append(part.bits)
+        count += len(part.bits)
+    return torch.cat(kinds), torch.cat(bits)
+
+
+def combined(a: Entries, b: Entries, lead: tuple[int, int], combine: Callable[[Tensor, Tensor], Tensor]) -> Tables:
+    """Return the tables of a layout for `lead` = (batch elements, heads) that shows a pair iff `combine` of what a and
+    b show is true. Both have lists for `lead`."""
+    grid = replace(a.grid, is_causal=False)
+    numbers = [part.row * grid.columns + part.column for part in (a, b)]
+    blocks = sort_keys(torch.cat(numbers), "stable").unique_consecutive()
+    collected = _Collected(grid)
+    for some in slices(len(blocks), grid):
+        wanted = blocks[some]
+        seen = []
+        for part, own in zip((a, b), numbers, strict=True):
+            place = torch.searchsorted(wanted, own).clamp(max=len(wanted) - 1)
+            here = (wanted[place] == own).nonzero()[:, 0]
+            of_part = torch.zeros(len(wanted), grid.q_block, grid.k_block, dtype=torch.bool, device=blocks.device)
+            of_part[place[here]] = part.shown(here)
+            seen.append(of_part)
+        collected.add(wanted, combine(*seen))
+    return collected.tables(lead)
+
+
+def equal(a: Entries, b: Entries) -> bool:
+    """Return whether two layouts with equal lists show the same pairs of each block."""
+    if a.kinds is None and b.kinds is None:
+        return True
+    return all(torch.equal(a.shown(some).cpu(), b.shown(some).cpu()) for some in a.slices())

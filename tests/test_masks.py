@@ -1,0 +1,218 @@
+"""Layouts that show any mask: bits inside blocks, made of functions, dense masks and BlockMasks."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
+
+from dilated_attention import BlockLayout, attention, attention_weights
+
+BACKENDS = ("reference", "native", "auto")
+CASES = range(40)
+
+
+def random_mask(case: int) -> tuple[Tensor, tuple[int, int]]:
+    """A mask (batch or 1, heads or 1, tokens, tokens) and a block size: bits at random, causal, with empty rows and
+    columns, or of few kinds."""
+    draw = random.Random(case)
+    torch.manual_seed(case)
+    tokens = draw.choice([1, 2, 15, 16, 17, 40, 63, 70])
+    size = draw.choice([(16, 16), (1, 4), (5, 3), (16, 32), (64, 8), (128, 128)])
+    mask = torch.rand(draw.choice([1, 2]), draw.choice([1, 2]), tokens, tokens) < draw.random()
+    if case % 3 == 0:
+        mask = mask.tril()
+    if case % 4 == 0:
+        mask[:, :, torch.rand(tokens) < 0.3] = False
+    if case % 5 == 0:
+        distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        mask = (distance.abs() < draw.randint(1, tokens)).expand(mask.shape) | (torch.arange(tokens) < 3)
+    return mask.clone(), size
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of a mask (batch, heads, queries, keys) by definition; rows that see nothing give 0 and -inf."""
+    ratio = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
+    score = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
+    empty = ~mask.any(-1, keepdim=True)
+    score = score.masked_fill(~mask, -torch.inf)
+    weight = torch.where(empty, 0.0, score.masked_fill(empty, 0.0).softmax(-1))
+    return torch.einsum("bhqk,bkhd->bqhd", weight, v), score.logsumexp(-1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pairs_are_those_of_the_mask(case):
+    mask, size = random_mask(case)
+    batch, heads, tokens, _ = mask.shape
+    layout = BlockLayout.from_mask(mask, tokens, size)
+    assert torch.equal(layout.dense_mask(), mask)
+    assert torch.equal(layout.seen, mask.sum(-1))
+
+    def sees(b, h, q, k):
+        return mask[b, h, q, k]
+
+    by_function = BlockLayout.from_mask_mod(sees, tokens, batch=batch, heads=heads, block_size=size)
+    assert by_function == layout
+    assert hash(by_function) == hash(layout)
+    assert BlockLayout.from_block_mask(layout.to_block_mask()) == layout
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert torch.equal(layout.causal().dense_mask(), mask.tril())
+    part = (tokens + 1) // 2
+    assert torch.equal(layout.prefix(part).dense_mask(), mask[..., :part, :part])
+    chosen = layout.select(batch=[batch - 1], heads=[heads - 1, 0])
+    assert torch.equal(chosen.dense_mask(), mask[-1:, [heads - 1, 0]])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unions_and_intersections(case):
+    mask, size = random_mask(case)
+    tokens = mask.shape[-1]
+    other = torch.rand(1, 1, tokens, tokens) < 0.4
+    layout = BlockLayout.from_mask(mask, tokens, size)
+    second = BlockLayout.from_mask(other, tokens, size)
+    assert torch.equal((layout & second).dense_mask(), mask & other)
+    assert torch.equal((layout | second).dense_mask(), mask | other)
+    below = second.causal() if layout.is_causal else second
+    stacked = BlockLayout.stack([below, layout.select(batch=[0], heads=[0])], over="heads")
+    assert torch.equal(stacked.dense_mask()[0], torch.cat([below.dense_mask()[0], mask[0, :1]]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES[::2])
+def test_attention(case, backend):
+    mask, size = random_mask(case)
+    tokens = mask.shape[-1]
+    layout = BlockLayout.from_mask(mask, tokens, size)
+    whole = mask.repeat_interleave(4 // mask.shape[1], 1).expand(2, -1, -1, -1)
+    q, k, v = (torch.randn(2, tokens, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out, lse = attention(q, k, v, layout, return_lse=True, backend=backend)
+    wanted, wanted_lse = expected(q, k, v, whole)
+    torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-10, atol=1e-12)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), dout)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES[1::4])
+def test_some_queries_of_some_keys(case, backend):
+    mask, size = random_mask(case)
+    mask = mask[:1, :1]
+    tokens = mask.shape[-1]
+    layout = BlockLayout.from_mask(mask, tokens, size)
+    q_start, k_start = tokens // 2, tokens // 3
+    q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64) for n in (tokens - q_start, *[tokens - k_start] * 2))
+    out = attention(q, k, v, layout, q_start=q_start, k_start=k_start, backend=backend)
+    wanted, _ = expected(q, k, v, mask[..., q_start:, k_start:])
+    torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_options(backend):
+    """Lengths, a key mask, sinks, a softcap and causality apply to what the masks show."""
+    mask, size = torch.rand(33, 33) < 0.5, (16, 16)
+    layout = BlockLayout.from_mask(mask, 33, size)
+    tokens = BlockLayout.from_mask(mask, 33, (1, 1))
+    q, k, v = torch.randn(3, 2, 33, 2, 8)
+    hidden = torch.rand(2, 33) < 0.3
+    for options in (
+        {"lengths": torch.tensor([33, 20])},
+        {"key_padding_mask": hidden},
+        {"sinks": torch.randn(2)},
+        {"softcap": 2.0},
+        {"is_causal": True},
+        {"scale": -0.4},
+    ):
+        mine = attention(q, k, v, layout, backend=backend, **options)
+        by_tokens = attention(q, k, v, tokens, backend="reference", **options)
+        torch.testing.assert_close(mine, by_tokens)
+
+
+def test_functions_of_flex_attention():
+    document = torch.tensor([0] * 30 + [1] * 50 + [2] * 20)
+
+    def same(b, h, q, k):
+        return document[q] == document[k]
+
+    def causal(b, h, q, k):
+        return q >= k
+
+    def prefix(b, h, q, k):
+        return k < 7
+
+    both = and_masks(same, or_masks(causal, prefix))
+    layout = BlockLayout.from_mask_mod(both, 100, block_size=16)
+    token = torch.arange(100)
+    q, k = token[:, None], token
+    assert torch.equal(layout.dense_mask()[0, 0], (document[q] == document[k]) & ((k <= q) | (k < 7)))
+    flex = create_block_mask(both, None, None, 100, 100, device="cpu", BLOCK_SIZE=16)
+    assert BlockLayout.from_block_mask(flex) == layout
+    assert BlockLayout.from_mask_mod(causal, 100, block_size=16) == BlockLayout.local(100, 100, 16, is_causal=True)
+
+
+def test_other_numbers_of_queries_than_keys():
+    def sees(b, h, q, k):
+        return k <= q + 4
+
+    layout = BlockLayout.from_mask_mod(sees, 5, 9, block_size=4)
+    assert layout.dense_mask()[0, 0, :5].equal(torch.arange(9) <= torch.arange(5)[:, None] + 4)
+    assert not layout.dense_mask()[0, 0, 5:].any()
+    flex = create_block_mask(sees, None, None, 5, 9, device="cpu", BLOCK_SIZE=4)
+    assert BlockLayout.from_block_mask(flex) == layout
+
+
+def test_equal_masks_are_stored_once():
+    layout = BlockLayout.from_mask_mod(lambda b, h, q, k: (k - q).abs() < 20, 1024, block_size=64)
+    assert len(layout.bits) == 3  # of the blocks on the diagonal and beside it
+    assert f"masks=3 of {layout.bits.nbytes:,} bytes" in repr(layout)
+    assert BlockLayout.from_mask_mod(lambda b, h, q, k: q >= 0, 100).kinds is None
+
+
+def test_weights_are_of_the_pairs():
+    mask = torch.rand(40, 40) < 0.3
+    layout = BlockLayout.from_mask(mask, 40, 16)
+    q, k = torch.randn(2, 1, 40, 2, 8)
+    weights = attention_weights(q, k, layout).to_dense()
+    assert torch.equal(weights[0, 0] > 0, mask)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda b, h, q, k: q - k, r"must return a boolean; got .*int64.* at b=0, h=0, q_idx=0, kv_idx=0"),
+        (lambda b, h, q, k: torch.ones(3) > 0, r"must return one boolean per pair; got \(3,\)"),
+        (lambda b, h, q, k: 1 / 0, "mask_mod fails, called first with b=0, h=0, q_idx=0, kv_idx=0: division by zero"),
+        (lambda q, k: q >= k, "mask_mod fails.*positional arguments"),
+        (3, r"mask_mod must be a function of \(b, h, q_idx, kv_idx\); got int"),
+    ],
+)
+def test_wrong_functions(function, words):
+    with pytest.raises(ValueError, match=words):
+        BlockLayout.from_mask_mod(function, 8)
+
+
+def test_wrong_tables():
+    layout = BlockLayout.from_mask(torch.rand(20, 20) < 0.5, 20, 8)
+    lists = layout.indptr, layout.indices, 20, 8, 8, False
+    with pytest.raises(ValueError, match="given together"):
+        BlockLayout(*lists, layout.kinds)
+    with pytest.raises(ValueError, match="kinds must be int64 like indices"):
+        BlockLayout(*lists, layout.kinds.int(), layout.bits)
+    with pytest.raises(ValueError, match=r"bits must be booleans \(masks, 8, 8\)"):
+        BlockLayout(*lists, layout.kinds, layout.bits[:, 1:])
+    with pytest.raises(ValueError, match=r"kinds must lie in \[0, 1\), or be -1"):
+        BlockLayout(*lists, layout.kinds, layout.bits[:1])
+    with pytest.raises(ValueError, match="BSR holds whole blocks"):
+        layout.to_torch_sparse()
+    with pytest.raises(ValueError, match="contradicts a mask that shows a later key"):
+        BlockLayout.from_mask(torch.ones(8, 8) > 0, 8, 4, is_causal=True)
+    q = torch.randn(1, 8, 1, 8)
+    with pytest.raises(ValueError, match=r"from_mask_mod\(mask_mod, seq_len\)"):
+        attention(q, q, q, lambda b, h, q, k: q >= k)
