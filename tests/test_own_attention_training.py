@@ -14,7 +14,7 @@ from tolerances import relative_error
 from transformers_families import build
 
 TOKENS = 43
-KINDS = ["gemma3", "llama4", "gpt_oss"]  # windows, chunks, sinks
+KINDS = ["gemma3", "llama4", "gpt_oss", "glm_moe_dsa"]  # windows, chunks, sinks, lists of keys
 
 
 def _models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:

@@ -1,4 +1,4 @@
-"""Tiny random models of the families of transformers whose attention has windows or chunks."""
+"""Tiny random models of the families of transformers whose attention has windows, chunks or chosen keys."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ SMALL = {
 
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _ZAYA = {"layer_types": ["hybrid", "hybrid_sliding"] * 2}
-_CHOOSING = {
-    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+_MLA = {
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "q_lora_rank": 16, "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4, "n_shared_experts": 1,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+_REUSING = {**_MLA, "indexer_types": ["full", "shared"]}
+_LINEAR = {
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 _M_ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
 _M_ROPES = {"rope_parameters": dict.fromkeys(_MIXED["layer_types"], _M_ROPE["rope_parameters"])}
@@ -57,11 +62,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granitemoe_swa": ("GraniteMoeSWAConfig", "GraniteMoeSWAForCausalLM", {}),
     "kolibri1": ("Kolibri1Config", "Kolibri1ForCausalLM", _MIXED),
     "laguna": ("LagunaConfig", "LagunaForCausalLM", _MIXED),
-    "lara_mini": (
-        "LaraMiniConfig",
-        "LaraMiniForCausalLM",
-        {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    ),
+    "lara_mini": ("LaraMiniConfig", "LaraMiniForCausalLM", _LINEAR),
     "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]}),
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {}),
     "mellum": ("MellumConfig", "MellumForCausalLM", _MIXED),
@@ -97,29 +98,82 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Configuration, model, and what the configuration needs besides."""
 
-REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "axk2": ("AXK2Config", "AXK2ForCausalLM", _CHOOSING, "axk2 chooses the keys .*sdpa"),
-    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _CHOOSING, "deepseek_v32 chooses the keys .*sdpa"),
-    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM", {}, "deepseek_v4 chooses the keys .*eager"),
-    "doge": ("DogeConfig", "DogeForCausalLM", {}, "computes with its mask"),
-    "dots3_note": ("Dots3NoteTextConfig", "Dots3NoteForCausalLM", _CHOOSING, "dots3_note_text chooses the keys .*sdpa"),
-    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", _CHOOSING, "glm_moe_dsa chooses the keys .*sdpa"),
-    "hy_v4": ("HYV4Config", "HYV4ForCausalLM", {**_CHOOSING, "n_shared_experts": 1}, "hy_v4 chooses the keys .*eager"),
-    "inkling": ("InklingTextConfig", "InklingForCausalLM", {}, "position_bias: no bias is added"),
-    "inkling2": ("Inkling2TextConfig", "Inkling2ForCausalLM", {}, "position_bias: no bias is added.*eager"),
-    "inkling2_loop": ("Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", {}, "position_bias: .*eager"),
+CHOOSING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "axk2": ("AXK2Config", "AXK2ForCausalLM", {**_MLA, "gated_norm_rank": 4}),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _MLA),
+    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM", {}),
+    "dots3_note": (
+        "Dots3NoteTextConfig",
+        "Dots3NoteForCausalLM",
+        {
+            **_MLA,
+            "shared_experts_intermediate_size": 16,
+            "layer_types": ["sliding_attention", "indexed_attention"],
+        },
+    ),
+    "glm5_next": (
+        "Glm5NextTextConfig",
+        "Glm5NextTextModel",
+        {
+            **_MLA,
+            "qk_rope_head_dim": 0,
+            "head_dim": 0,
+            "qk_nope_head_dim": 12,
+            "indexer_types": ["full", "full"],
+            "layer_types": ["indexed_attention", "linear_attention"],
+            "index_kpool": 4,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "hc_mult": 2,
+        },
+    ),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", _REUSING),
+    "hy_v4": ("HYV4Config", "HYV4ForCausalLM", {**_REUSING, "hc_mult": 2}),
     "minimax_m3_vl": (
         "MiniMaxM3VLTextConfig",
         "MiniMaxM3VLForCausalLM",
-        {"num_attention_heads": 8, "head_dim": 16, "rotary_dim": 8, "index_n_heads": 2, "index_head_dim": 8},
-        "minimax_m3_vl_text chooses the keys .*sdpa",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 4,
+            "index_topk_blocks": 3,
+            "index_local_blocks": 1,
+            "rotary_dim": 4,
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 16,
+        },
     ),
     "mistral_large4": (
         "MistralLarge4TextConfig",
         "MistralLarge4TextModel",
-        _CHOOSING,
-        "mistral_large4_text chooses the keys .*sdpa",
+        {**_REUSING, "kv_source_layers": [0, 0], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
+    "qwen4_exp": (
+        "Qwen4ExpTextConfig",
+        "Qwen4ExpForCausalLM",
+        {
+            **_LINEAR,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+        },
+    ),
+}
+"""Families that choose the keys of each query: the same as above."""
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "doge": ("DogeConfig", "DogeForCausalLM", {}, "computes with its mask"),
+    "inkling": ("InklingTextConfig", "InklingForCausalLM", {}, "position_bias: no bias is added"),
+    "inkling2": ("Inkling2TextConfig", "Inkling2ForCausalLM", {}, "position_bias: no bias is added.*eager"),
+    "inkling2_loop": ("Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", {}, "position_bias: .*eager"),
     "unlimited_ocr": ("UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}, "sdpa"),
 }
 """The same, and words of the error."""
@@ -132,14 +186,14 @@ def _known(config: type[PreTrainedConfig]) -> set[str]:
     return names
 
 
-def build(family: str, implementation: str) -> PreTrainedModel:
-    """Return a model in evaluation mode, with the same weights for every implementation."""
-    config_name, model_name, options = {**FAMILIES, **REFUSED}[family][:3]
+def build(family: str, implementation: str, **changes: Any) -> PreTrainedModel:
+    """Return a model in evaluation mode, with the same weights for every implementation. changes: of its options."""
+    config_name, model_name, options = {**FAMILIES, **CHOOSING, **REFUSED}[family][:3]
     pytest.importorskip(f"transformers.models.{family}", reason=f"this version of transformers has no {family}")
     module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
     config_class = getattr(module, config_name)
     known = _known(config_class)
-    config = config_class(**{**{name: x for name, x in SMALL.items() if name in known}, **options})
+    config = config_class(**{**{name: x for name, x in SMALL.items() if name in known}, **options, **changes})
     config._attn_implementation = implementation
     model_class = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), model_name)
     torch.manual_seed(0)

@@ -41,6 +41,13 @@ from transformers.masking_utils import causal_mask_function
 from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
+from dilated_attention.integrations.chosen_keys import (
+    as_listed,
+    attend_chosen,
+    chooses_keys,
+    serve,
+    with_compressed,
+)
 from dilated_attention.integrations.layer_masks import (
     WITH_CONVOLUTIONS,
     has_window,
@@ -50,7 +57,9 @@ from dilated_attention.integrations.layer_masks import (
     with_samples,
     without_mask,
 )
+from dilated_attention.integrations.own_attention import NAME as NAME
 from dilated_attention.integrations.own_attention import (
+    Chosen,
     NotATensor,
     Refused,
     Shown,
@@ -65,18 +74,16 @@ from dilated_attention.integrations.positions import extend_positions as extend_
 from dilated_attention.integrations.positions import position_table, require_positions, require_transformers
 from dilated_attention.plumbing import as_autocast, checks, require_when_run, table
 
-NAME = "dilated_attention"
-
 _OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend", "layers")
 
 _WITHOUT_EFFECT = {
-    "cache_position", "deterministic", "length", "max_length_k", "max_length_q", "num_items_in_batch",
+    "cache_position", "deterministic", "input_ids", "length", "max_length_k", "max_length_q", "num_items_in_batch",
     "offset_mapping", "output_hidden_states", "output_router_logits", "overflow_to_sample_mapping", "position_ids",
     "return_dict", "special_tokens_mask", "task_id", "task_ids", "token_type_ids", "use_cache",
 }  # fmt: skip
 """Arguments that models and tokenizers pass to every attention function and that do not change the attention."""
 
-_READ_WITH_THE_MASK = {"cu_seq_lens_k", "cu_seq_lens_q", "seq_idx", "sliding_window"}
+_READ_WITH_THE_MASK = {"block_indices", "cu_seq_lens_k", "cu_seq_lens_q", "indices", "seq_idx", "sliding_window"}
 """Arguments that a layer with the model's own attention accepts: they agree with the mask, or tell what it lacks."""
 
 _REMEDIES = {
@@ -85,8 +92,6 @@ _REMEDIES = {
     "position_bias": "no bias is added to scores",
     "cu_seq_lens_q": "packed sequences are not supported; pad them and give attention_mask",
     "cache": "paged caches are not supported; generate with the dynamic cache",
-    "indices": "the model chooses the keys of each query, which is not supported yet",
-    "block_indices": "the model chooses the keys of each query, which is not supported yet",
 }
 
 
@@ -168,9 +173,11 @@ def _require_own_layers(model: PreTrainedModel) -> None:
     """Refuse a model that cannot use our implementation, and let its forward refuse `output_attentions`."""
     _require_interface(model)
     note(model)
+    serve(model)
     options = getattr(model.config, NAME, None)
     if options is not None:
         _require_no_cap(model)
+        _require_no_choice(model)
         if not _keeps_windows(options):
             _require_no_windows(model)
         configs = [getattr(layer, "config", model.config) for layer in _attention_layers(model)]
@@ -253,6 +260,7 @@ def dilate(
     for part in parts:
         _require_interface(part)
         _require_no_cap(part)
+        _require_no_choice(part)
         if layers == "all":
             _require_no_windows(part)
         _require_heads(part, pattern)
@@ -392,6 +400,14 @@ def _require_no_cap(part: PreTrainedModel) -> None:
         )
 
 
+def _require_no_choice(part: PreTrainedModel) -> None:
+    if chooses_keys(part.config):
+        raise UnsupportedError(
+            f"{type(part).__name__} chooses the keys of each query, which a dilated pattern would replace: use the "
+            f'model\'s own attention, attn_implementation="{NAME}" without a pattern'
+        )
+
+
 def _require_no_windows(part: PreTrainedModel) -> None:
     found = windows(part.config)
     if found:
@@ -503,11 +519,6 @@ def visibility(
     """
     if isinstance(attention_mask, NotATensor):  # made before the forward: by `generate`, or by a model that holds one
         return attention_mask
-    if any(getattr(config, name, None) for name in ("index_topk", "index_topk_blocks")):
-        raise UnsupportedError(
-            f"{config.model_type} chooses the keys of each query itself, which {NAME} does not support yet; "
-            f"{remedy(config)}"
-        )
     options = getattr(config, NAME, None)
     shown: Shown | Refused | None = None
     if torch.compiler.is_compiling():
@@ -520,7 +531,8 @@ def visibility(
             shown = Refused(error)
     if isinstance(shown, Shown):
         shown = _placed(shown, q_length, kv_length, int(q_offset), kv_offset, attention_mask)
-        shown = replace(shown, skips_padding=type(config) not in WITH_CONVOLUTIONS)
+        skips = type(config) not in WITH_CONVOLUTIONS
+        shown = replace(shown, skips_padding=skips, device=kwargs.get("device"))
     if shown is not None and _is_own(options, shown):
         return shown
     pattern_of(config)
@@ -626,20 +638,11 @@ def attention_forward(
     own = _is_own(getattr(module.config, NAME, None), attention_mask)
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    shown = _shown_of(module, q, k, attention_mask, is_causal, kwargs)
     given: dict[str, Any] = {"scale": scaling, "sinks": s_aux}
     if own:
-        shown = with_samples(shown, len(q), kwargs)
         given |= {"dropout_p": dropout, "softcap": softcap}
-        chosen = getattr(module, _CHOSEN, None)
-        if chosen is None or not chosen.serves(shown):
-            own_out = attend(shown, q, k, v, **given)
-            how = "by scaled_dot_product_attention, quicker here" if is_for_operator(shown, q, k, given) else ""
-        else:
-            own_out, how = chosen.attend(shown, q, k, v, **given)
-        if not torch.compiler.is_compiling():
-            _REPORTED[module] = ", ".join(filter(None, (shown.words, f"softcap {softcap}" if softcap else "", how)))
-        return own_out, None
+        return _attend_own(module, q, k, v, attention_mask, is_causal, kwargs, given), None
+    shown = _shown_of(module, q, k, attention_mask, is_causal, kwargs)
     pattern, backend = pattern_of(module.config)
     _require_all_heads(module, q.shape[2], pattern)
     stop = shown.q_start + shown.queries - shown.k_start
@@ -669,6 +672,37 @@ def attention_forward(
     out = attention(q, k, v, pattern, is_causal=shown.is_causal, **given)
     assert isinstance(out, Tensor)
     return (out if order is None else permuted(out, order.argsort(1))), None
+
+
+def _attend_own(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    is_causal: bool | None,
+    arguments: dict[str, Any],
+    given: dict[str, Any],
+) -> Tensor:
+    """Return the model's own attention, and note what it was for `report`. given: the options of `attend`."""
+    how = ""
+    seen = with_compressed(module, mask, k)
+    if not isinstance(seen, Chosen):
+        shown = with_samples(_shown_of(module, q, k, seen, is_causal, arguments), len(q), arguments)
+        seen = as_listed(module, shown, arguments)
+    blocks = getattr(module, _CHOSEN, None)
+    if isinstance(seen, Chosen):
+        out = attend_chosen(seen, q, k, v, **given)
+    elif blocks is None or not blocks.serves(seen):
+        out = attend(seen, q, k, v, **given)
+        if is_for_operator(seen, q, k, given):
+            how = "by scaled_dot_product_attention, quicker here"
+    else:
+        out, how = blocks.attend(seen, q, k, v, **given)
+    if not torch.compiler.is_compiling():
+        cap = "" if given["softcap"] is None else f"softcap {given['softcap']}"
+        _REPORTED[module] = ", ".join(filter(None, (seen.words, cap, how)))
+    return out
 
 
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
@@ -702,7 +736,7 @@ def _attend_cached(shown: Shown, q: Tensor, k: Tensor, v: Tensor, pattern: Dilat
     return out
 
 
-Mask = Shown | Refused | Tensor | None
+Mask = Shown | Refused | Chosen | Tensor | None
 """The values that a layer can receive as its mask."""
 
 

@@ -24,6 +24,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from dilated_attention import Dilated, UnsupportedError, Window, attention
 from dilated_attention.plumbing import dtype_of_products, without_overrides
 
+NAME = "dilated_attention"
+
 REMEDY = 'load the model with attn_implementation="sdpa"'
 
 
@@ -55,7 +57,9 @@ class NotATensor:
                 return checkpoint(*args, **(kwargs or {}))
         raise _NoTensorError
 
-    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _refuse
+    __getitem__: Any = _refuse
+    __invert__: Any = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -71,6 +75,51 @@ class Refused(NotATensor):
 
     def _refuse(self, other: object = None) -> Any:
         raise self.error
+
+
+@dataclass(frozen=True)
+class Chosen(NotATensor):
+    """Take the place of a mask where a model lists the keys of each query.
+
+    Attributes:
+        lists: `(batch, lists, queries, k)` integers, the keys that a query sees, or blocks of them, counted from the
+            first; -1 for none. One list is for all heads; or there is one per KV head or per head. An entry that is
+            repeated is seen once.
+        shown: what the mask shows; None: unknown. A query sees the listed keys whether or not the mask shows them, but
+            of listed blocks those alone that it shows.
+        size: the number of keys per block; 1: the lists are of keys.
+    """
+
+    lists: Tensor
+    shown: Shown | None = None
+    size: int = 1
+
+    @property
+    def words(self) -> str:
+        """Say what a layer shows, in a few words."""
+        words = f"{self.lists.shape[3]:,} chosen "
+        words += "keys" if self.size == 1 else f"blocks of {self.size}"
+        return words if self.shown is None else f"{words}, {self.shown.words}"
+
+
+@dataclass(frozen=True)
+class Rows(NotATensor):
+    """Take the place of `mask[:, 0]`, bool `(batch, queries, keys)`, which an indexer reads to leave out hidden keys.
+
+    It forms that tensor for those queries alone that `part` is called for.
+    """
+
+    shown: Shown
+    dtype: ClassVar[torch.dtype] = torch.bool
+
+    def part(self, queries: slice, stop: int) -> Tensor:
+        """Return the mask of some queries over the keys before `stop`: bool `(batch or 1, queries, keys)`."""
+        first = self.shown.q_start + queries.start
+        some = replace(self.shown, q_start=first, queries=queries.stop - queries.start)
+        return some.sees(torch.arange(stop, device=self.shown.device)[None, None])
+
+    def __invert__(self) -> Tensor:
+        return ~self.part(slice(0, self.shown.queries), self.shown.keys)
 
 
 @dataclass(frozen=True)
@@ -93,7 +142,10 @@ class Shown(NotATensor):
         queries, keys: the number of queries and of keys; a static cache holds more keys than have been written.
         hidden: `(batch, keys)`, True for padding; None: no key is hidden.
         skips_padding: queries that are padding may get 0; otherwise they get what the model gives them.
+        device: the device of the model's tensors.
     """
+
+    dtype: ClassVar[torch.dtype] = torch.bool  # what layers with an indexer ask of a mask
 
     is_causal: bool
     window: int | None = None
@@ -109,6 +161,7 @@ class Shown(NotATensor):
     keys: int = 0
     hidden: Tensor | None = None
     skips_padding: bool = True
+    device: torch.device | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -117,6 +170,52 @@ class Shown(NotATensor):
 
     def contiguous(self) -> Shown:
         return self
+
+    def __getitem__(self, at: Any) -> Rows:
+        """Return what an indexer reads of the mask, `mask[:, 0]`; refuse to give other parts."""
+        every = slice(None)
+        if isinstance(at, tuple) and at[:2] == (every, 0) and all(part == every for part in at[2:]):
+            return Rows(self)
+        return self._refuse()
+
+    def __and__(self, other: object) -> Chosen:
+        """Return the lists of an indexer that has read this mask, where a layer combines the two."""
+        if isinstance(other, Chosen):
+            return replace(other, shown=self)
+        return self._refuse()
+
+    def is_floating_point(self) -> bool:
+        return False
+
+    def sees(self, keys: Tensor) -> Tensor:
+        """Return whether the queries see some keys: bool, shaped like `keys`, or broadcast to all queries and samples.
+
+        keys: `(batch or 1, ..., queries or 1, k)` integers, counted from the first key; below 0: none. Raises
+        UnsupportedError for masks with chunks or blocks.
+        """
+        if self.chunk is not None or self.blocks is not None:
+            raise _unknown("chunks or blocks of tokens in a layer that chooses its keys")
+        place = self.q_start + torch.arange(self.queries, device=keys.device)[:, None]
+        far = self.k_start + keys - place  # how far a key lies after its query
+        seen = (keys >= 0).expand(torch.broadcast_shapes(keys.shape, far.shape))
+        after = self.after
+        if self.window is not None and not self.is_causal:
+            seen = seen & (far >= -self.window)
+            after = self.window if after is None else after
+        elif self.window is not None:
+            seen = seen & (far > -self.window)
+        if self.is_causal:
+            after = 0
+        if after is not None:
+            seen = seen & (far <= after)
+        index = keys.long().clamp(min=0)
+        if self.samples is not None:
+            own = self.samples[:, place[:, 0] - self.k_start]
+            own = own.view(len(own), *[1] * (keys.ndim - 3), -1, 1)
+            seen = seen & (_of_keys(self.samples, index) == own)
+        if self.hidden is not None:
+            seen = seen & ~_of_keys(self.hidden, index)
+        return seen
 
     @property
     def visible(self) -> slice:
@@ -173,6 +272,12 @@ class Shown(NotATensor):
         others = ("packed", self.samples), ("blocks", self.blocks), ("padded", self.hidden)
         words += [name for name, x in others if x is not None]
         return f"{', '.join(words)}: {self.queries:,} queries from {self.q_start:,} on, {self.keys:,} keys"
+
+
+def _of_keys(x: Tensor, keys: Tensor) -> Tensor:
+    """Return the values of some keys, shaped like `keys` `(batch or 1, ..., k)`; x: `(batch, all keys)`."""
+    sample = torch.arange(len(x), device=x.device)
+    return x[sample.view(-1, *[1] * (keys.ndim - 1)), keys.to(x.device)]
 
 
 def real_first(hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

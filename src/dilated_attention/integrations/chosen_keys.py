@@ -1,0 +1,339 @@
+"""Compute the layers of transformers models that choose the keys of each query, at the cost of the keys chosen.
+
+Such a model has an indexer, which scores keys cheaply and lists the best for each query. transformers turns the lists
+into a mask over pairs for its own implementations, and hands them to others in three ways:
+
+- As `indices` or `block_indices`, arguments of the attention function (DeepSeek-V3.2, MiniMax-M3). They may name keys
+  that the mask hides, so that `as_listed` reads both.
+- In a mask that the layer makes of its lists. `serve` overrides the method that makes it, which then returns the lists
+  as `Chosen` (GLM5-Next, Qwen4).
+- In a bias of compressed keys, which lie behind the layer's own keys (DeepSeek-V4). `serve` keeps it for
+  `with_compressed`.
+
+`serve` also makes indexers of DeepSeek's form score some queries at a time, so that their memory is linear in the
+number of tokens. What it overrides does what transformers' code does as soon as the model has another implementation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention import BlockLayout, UnsupportedError, attention
+from dilated_attention.decoding import listed_attention
+from dilated_attention.integrations.own_attention import NAME, Chosen, Rows, Shown
+
+SCORES = 2**23
+"""The scores, over all index heads, that an indexer computes at a time."""
+
+
+def chooses_keys(config: Any) -> bool:
+    """Return whether a configuration says that the model lists the keys of each query."""
+    return any(getattr(config, name, None) for name in ("index_topk", "index_topk_blocks", "indexer_budget"))
+
+
+def as_listed(module: Any, shown: Shown, arguments: dict[str, Any]) -> Shown | Chosen:
+    """Return what a layer shows whose arguments are those of transformers' attention function.
+
+    indices: `(batch, queries, k)` integers, for all heads. block_indices: `(batch, KV heads, queries, blocks)`. Entries
+    of a row are distinct, or -1 for none. Lists of every key that the mask shows change nothing.
+    """
+    indices = arguments.get("indices")
+    blocks = arguments.get("block_indices")
+    if indices is not None:
+        if indices.shape[2] >= shown.keys and indices.min() >= 0:
+            return shown
+        return Chosen(indices.masked_fill(~shown.sees(indices), -1)[:, None], shown)
+    if blocks is None:
+        return shown
+    _require_blocks_from_the_start(module, shown)
+    size = module.indexer.block_size
+    place = shown.q_start - shown.k_start + torch.arange(shown.queries, device=blocks.device)[:, None]
+    last = place // size
+    blocks = blocks.masked_fill(blocks > last, -1)
+    if shown.is_causal and ((blocks >= 0).sum(-1) == last[:, 0] + 1).all():
+        return shown
+    return Chosen(blocks, shown, size)
+
+
+def _require_blocks_from_the_start(module: nn.Module, shown: Shown) -> None:
+    """Refuse samples that begin after the first key: transformers counts a query's blocks from its sample's start, and
+    blocks of keys from the first key, so that queries would see blocks of other samples or of padding."""
+    found = ""
+    if shown.samples is not None:
+        found = "packed samples"
+    elif shown.hidden is not None and (shown.hidden[:, :-1] & ~shown.hidden[:, 1:]).any():
+        found = "padding before tokens"
+    if found:
+        raise UnsupportedError(
+            f"{type(module).__name__} chooses blocks of keys, which transformers counts from the start of each row; got "
+            f"{found}: pad on the right"
+        )
+
+
+def attend_chosen(chosen: Chosen, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Return the attention of q `(batch, queries, heads, head_dim)` over the listed keys of k and v.
+
+    The result is shaped like q, with the head_dim of v; 0 where a list is empty. options: as in `attend`.
+    """
+    lists = _for_heads(chosen.lists, q.shape[2], k.shape[2])
+    shown = chosen.shown
+    if chosen.size > 1:
+        assert shown is not None
+        if shown.is_causal and shown.is_plain and shown.queries == shown.keys and shown.q_start == shown.k_start:
+            layout = BlockLayout.from_topk(lists, (1, chosen.size), seq_len=shown.keys, is_causal=True)
+            return _tensor(attention(q, k, v, layout, is_causal=True, key_padding_mask=shown.hidden, **options))
+        lists = _tokens(lists, shown, chosen.size)
+    one = q.shape[1] == 1 and not options.get("dropout_p") and options.get("softcap") is None
+    if one:
+        return _tensor(listed_attention(q, k, v, lists, scale=options["scale"], sinks=options["sinks"]))
+    layout = _layout(lists, max(q.shape[1], k.shape[1]))
+    return _tensor(attention(q, k, v, layout, q_start=layout.seq_len - q.shape[1], k_start=0, **options))
+
+
+def _tensor(x: Any) -> Tensor:
+    assert isinstance(x, Tensor)
+    return x
+
+
+def _for_heads(lists: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Return lists of which there is one, one per KV head or one per head; others are repeated for their heads."""
+    if lists.shape[1] in (1, kv_heads, heads):
+        return lists
+    return lists.repeat_interleave(heads // lists.shape[1], 1)
+
+
+def _tokens(blocks: Tensor, shown: Shown, size: int) -> Tensor:
+    """Return the keys of listed blocks that a mask shows: `(batch, lists, queries, keys)`, -1 for none."""
+    tokens = blocks[..., None] * size + torch.arange(size, device=blocks.device)
+    missing = (blocks < 0)[..., None] | (tokens >= shown.keys)
+    tokens = tokens.masked_fill(missing, -1).flatten(3)
+    return tokens.masked_fill(~shown.sees(tokens), -1)
+
+
+def _layout(lists: Tensor, seq_len: int) -> BlockLayout:
+    """Return a layout of `seq_len` tokens. Its last rows are `lists`, `(batch, lists, queries, k)`; others are
+    empty."""
+    missing = seq_len - lists.shape[2]
+    if not missing:
+        return BlockLayout.from_topk(lists)
+    ordered = lists.long().sort(-1).values
+    named = ordered.diff(prepend=torch.full_like(ordered[..., :1], -1)) > 0
+    ends = named.sum(-1).flatten().cumsum(0)
+    starts = F.pad(ends[:-1], (1, 0)).view(lists.shape[:3])[..., :1]
+    indptr = torch.cat([starts.expand(-1, -1, missing + 1), ends.view(lists.shape[:3])], -1)
+    return BlockLayout.from_indices(indptr, ordered[named], seq_len, 1)
+
+
+def serve(model: nn.Module) -> None:
+    """Override the methods of a model's layers that keep lists from the attention function (see this module).
+
+    An override does what the method of the layer's class does where the layer gets no mask of ours.
+    """
+    module: Any
+    for module in model.modules():
+        kind = type(module)
+        if hasattr(kind, "build_attention_mask_from_topk"):
+            module.__dict__["build_attention_mask_from_topk"] = partial(_lists_in_a_mask, module)
+        elif hasattr(module, "sinks") and getattr(module, "compressor", None) is not None:
+            _override(module.compressor, partial(_keep_bias, module))
+        elif kind.__name__.endswith("Indexer"):
+            source = inspect.getsource(kind.forward)
+            if all(part in source for part in _SLICED):
+                _override(module, partial(_lists_of_topk, module))
+            elif "selected_token_mask" in source:
+                _override(module, partial(_lists_of_selected, module))
+
+
+def _override(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Override the forward of a module that has no forward of its own yet, such as accelerate's."""
+    module.__dict__.setdefault("forward", forward)
+
+
+_SLICED = "update_indexer(k, self.layer_idx)", "~attention_mask", "return index_scores.topk(topk, dim=-1).indices"
+"""Code of indexers of DeepSeek's form, which give some queries what they give all of them: they cache plain keys, hide
+keys by the mask, and list the keys with the largest scores."""
+
+
+def _lists_in_a_mask(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the lists of which a GLM5-Next layer makes its mask over pairs."""
+    theirs = partial(type(layer).build_attention_mask_from_topk, layer)
+    if layer.config._attn_implementation != NAME:
+        return theirs(*args, **kwargs)
+    given = inspect.signature(theirs).bind(*args, **kwargs).arguments
+    indices = given["topk_indices"]
+    return Chosen(indices.masked_fill(indices >= given["kv_length"], -1)[:, None])
+
+
+def _lists_of_selected(indexer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the lists of which a Qwen4 indexer makes its mask over pairs, as `Chosen`.
+
+    The indexer's own forward runs over slices of queries, as in `_lists_of_topk`. It gets rotary tables of all keys.
+    """
+    theirs, given = _bound(indexer, args, kwargs)
+    shown = given["attention_mask"]
+    if not isinstance(shown, Shown):
+        return theirs(**given)
+    batch = len(given["hidden_states"])
+    tables = given["position_embeddings"]
+    width = indexer.token_budget + indexer.compress_ratio - 1
+    lists = given["hidden_states"].new_full((batch, 1, shown.queries, width), -1, dtype=torch.int64)
+    for at, stop, keys in _slices(shown, given, batch * shown.keys, indexer.layer_idx):
+        part = {**given, **keys, "hidden_states": given["hidden_states"][:, at]}
+        part["position_embeddings"] = tuple(x[:, :stop] for x in tables)
+        seen = Rows(shown).part(at, stop).expand(batch, -1, -1)[:, None]
+        part["attention_mask"] = seen
+        found = _listed(theirs(**part) & seen)
+        lists[:, :, at, : found.shape[3]] = found
+    return Chosen(lists)
+
+
+def _listed(seen: Tensor) -> Tensor:
+    """Return the places of the true entries of each row, -1 at the end: `(..., most of a row)`."""
+    most = int(seen.sum(-1).max()) if seen.numel() else 0
+    values, places = seen.to(torch.uint8).topk(most, dim=-1)
+    return places.masked_fill(values == 0, -1)
+
+
+_BIAS = "_bias_of_compressed_keys"
+"""The attribute in which a DeepSeek-V4 layer holds its compressor's bias until its attention reads it."""
+
+
+def _keep_bias(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what the compressor of a DeepSeek-V4 layer does, and keep its bias, which the layer drops."""
+    out = type(layer.compressor).forward(layer.compressor, *args, **kwargs)
+    if layer.config._attn_implementation == NAME:
+        layer.__dict__[_BIAS] = out[1:]
+    return out
+
+
+def with_compressed(module: nn.Module, mask: Any, k: Tensor) -> Any:
+    """Return the lists of a layer whose keys are followed by compressed ones; return any other mask as it is.
+
+    A query sees the layer's own keys in its window, and the compressed keys where the bias is 0; without a bias all of
+    them. k: `(batch, keys and compressed keys, ...)`.
+    """
+    kept = module.__dict__.pop(_BIAS, ())
+    if not isinstance(mask, Shown) or getattr(module, "compressor", None) is None or k.shape[1] <= mask.keys:
+        return mask
+    if not kept or mask.window is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} has compressed keys, and it is unknown which of them a query sees; load the "
+            f'model with attn_implementation="{NAME}", or with "eager"'
+        )
+    (bias,) = kept
+    window = torch.arange(mask.window, device=k.device)
+    place = mask.q_start - mask.k_start + torch.arange(mask.queries, device=k.device)
+    own = place[:, None] - window
+    own = own.masked_fill(own >= mask.keys, -1)[None]
+    own = own.masked_fill(~mask.sees(own), -1)
+    if bias is None:
+        count = k.shape[1] - mask.keys
+        compressed = torch.arange(count, device=k.device).expand(len(k), mask.queries, -1)
+    else:
+        compressed = _listed(bias[:, 0] == 0)
+    compressed = torch.where(compressed < 0, -1, compressed + mask.keys)
+    return Chosen(torch.cat([own.expand(len(k), -1, -1), compressed], -1)[:, None], mask)
+
+
+def _lists_of_topk(indexer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the keys that an indexer of DeepSeek's form lists, `(batch, queries, k)`; -1 at the end of early rows.
+
+    The indexer's own forward runs over one slice of queries after another, with the keys so far, as over a prompt in
+    chunks. Where it runs once, its lists are those of transformers also among equal scores.
+    """
+    theirs, given = _bound(indexer, args, kwargs)
+    rows = given["attention_mask"]
+    if not isinstance(rows, Rows):
+        return theirs(**given)
+    shown = rows.shown
+    batch = len(given["hidden_states"])
+    width = min(indexer.index_topk, shown.keys)
+    lists = given["hidden_states"].new_full((batch, shown.queries, width), -1, dtype=torch.int32)
+    for at, stop, keys in _slices(shown, given, batch * shown.keys * indexer.n_heads, indexer.layer_idx):
+        part = {name: _of_queries(x, at, shown.queries) for name, x in given.items()} | keys
+        part["attention_mask"] = rows.part(at, stop)
+        found = theirs(**part)
+        lists[:, at, : found.shape[2]] = found
+    return lists
+
+
+def _bound(indexer: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the forward of an indexer's class, and its arguments by name."""
+    theirs = partial(type(indexer).forward, indexer)
+    bound = inspect.signature(theirs).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return theirs, bound.arguments
+
+
+def _slices(
+    shown: Shown, given: dict[str, Any], scores: int, layer: int
+) -> Iterator[tuple[slice, int, dict[str, Any]]]:
+    """Yield slices of the queries, the number of keys to score for each, and the cache to give the indexer, by name.
+
+    given: the arguments of the indexer's forward. scores: how many scores a query has. A single slice has all keys,
+    and the cache itself.
+    """
+    name = "cache" if "cache" in given else "past_key_values"
+    step = max(1, SCORES // max(1, scores))
+    if step >= shown.queries or not shown.is_causal:
+        yield slice(0, shown.queries), shown.keys, {}
+        return
+    past = shown.q_start - shown.k_start
+    keys = _IndexKeys(given.get(name), past, past + shown.queries)
+    for first in range(0, shown.queries, step):
+        at = slice(first, min(first + step, shown.queries))
+        yield at, past + at.stop, {name: keys}
+    keys.finish(layer)
+
+
+def _of_queries(x: Any, at: slice, queries: int) -> Any:
+    """Return the part of an argument that belongs to some of the queries: a tensor `(batch or 1, queries, ...)`, or a
+    pair of them. Return anything else as it is."""
+    if isinstance(x, tuple):
+        return tuple(_of_queries(part, at, queries) for part in x)
+    if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == queries:
+        return x[:, at]
+    return x
+
+
+class _IndexKeys:
+    """Take the place of a cache while an indexer runs over slices of queries, and return its keys so far.
+
+    The first slice's keys go to the cache at once, which returns the earlier ones with them; `finish` gives it the
+    others. past, total: the number of keys before the first slice, and after the last.
+    """
+
+    def __init__(self, cache: Any, past: int, total: int) -> None:
+        self.cache = cache
+        self.total = total
+        self.stop = past
+        self.cached = 0
+        self.keys: Tensor | None = None
+
+    def update_indexer(self, new: Tensor, layer: int) -> Tensor:
+        """Add the keys of a slice, `(batch, tokens, head_dim)`, and return all keys so far."""
+        start = self.stop
+        self.stop += new.shape[1]
+        if self.keys is None:
+            known = new
+            if self.cache is not None:
+                known = self.cache.update_indexer(new, layer)[:, : self.stop]  # a static cache returns its buffer
+            self.keys = known.new_empty(len(known), self.total, known.shape[2])
+            self.keys[:, : self.stop] = known
+            self.cached = self.stop
+        else:
+            self.keys[:, start : self.stop] = new
+        return self.keys[:, : self.stop]
+
+    def finish(self, layer: int) -> None:
+        """Give the cache the keys that it does not have yet."""
+        if self.cache is not None:
+            assert self.keys is not None
+            self.cache.update_indexer(self.keys[:, self.cached :], layer)
