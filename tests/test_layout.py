@@ -440,6 +440,50 @@ def test_what_an_indexer_chose(lead, block_size):
     assert BlockLayout.from_topk(chosen.int(), block_size, seq_len=seq_len) == expected
 
 
+@pytest.mark.skipif(not compiled.available(), reason="needs the compiled library")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("lead", "seq_len", "q_block", "k_block", "width"),
+    [((), 1, 1, 1, 1), ((2, 3), 75, 1, 1, 9), ((1,), 131, 4, 3, 40), ((), 20_000, 1000, 1, 300), ((2,), 40, 1, 7, 1)],
+)
+def test_compiled_lists_of_choices_are_those_of_tensor_operations(
+    monkeypatch, lead, seq_len, q_block, k_block, width, is_causal, dtype
+):
+    grid = BlockGrid.of(seq_len, (q_block, k_block), is_causal)
+    chosen = torch.randint(-1, grid.columns, (*lead, grid.rows, width), dtype=dtype)
+    if is_causal:
+        later = grid.above(torch.arange(grid.rows)[:, None], chosen)
+        chosen.masked_fill_(later, -1)
+    chosen = chosen.mT.contiguous().mT
+    options = {"seq_len": seq_len, "is_causal": is_causal}
+    with monkeypatch.context() as checked:
+        checked.setattr(conversions, "check_lists", lambda *_: pytest.fail("lists made here were checked"))
+        made = BlockLayout.from_topk(chosen, (q_block, k_block), **options)
+        with torch.inference_mode():
+            BlockLayout.from_topk(chosen, (q_block, k_block), **options)
+    monkeypatch.setattr(compiled, "available", lambda: False)
+    assert made == BlockLayout.from_topk(chosen, (q_block, k_block), **options)
+
+
+@pytest.mark.parametrize("wrong", [-2, 5, 2**31 - 1, -(2**31)])
+def test_choices_outside_are_refused_at_any_place(wrong):
+    for row in range(5):
+        chosen = torch.full((5, 3), -1, dtype=torch.int32)
+        chosen[row, row % 3] = wrong
+        with pytest.raises(ValueError, match=rf"indices must lie in \[0, 5\), or be -1 .*got \[{wrong}\]"):
+            BlockLayout.from_topk(chosen)
+    assert BlockLayout.from_topk(torch.full((5, 3), -1)).nnz == 0  # no bits are left over
+
+
+@pytest.mark.parametrize(("row", "column"), [(0, 1), (3, 4), (6, 7)])
+def test_a_causal_choice_names_no_later_block(row, column):
+    chosen = torch.arange(8)[:, None].repeat(1, 2)
+    chosen[row, 1] = column
+    with pytest.raises(ValueError, match=f"contradicts key block {column} of query block {row}"):
+        BlockLayout.from_topk(chosen, is_causal=True)
+
+
 def test_a_key_stands_for_one_layout():
     a, b = (BlockLayout.local(1000, 200, 64) for _ in range(2))
     assert a == b

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.kernels.cpu import lists as compiled
 from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, block_pair, rows_of
 from dilated_attention.torch_internals import require_when_run
 
@@ -121,13 +122,20 @@ def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_ca
             f"indices must have {grid.rows} rows for seq_len={grid.seq_len} and query blocks of {q_block}, "
             f"got shape {tuple(indices.shape)}"
         )
-    outside = (indices < -1) | (indices >= grid.columns)
+    lead = (*indices.shape[:-2], 1, 1)[:2]
+    if checks.readable(indices) and compiled.available() and indices.numel():
+        tokens = grid.seq_len if grid.is_causal else 0
+        found = compiled.lists_of_choices(indices, grid.columns, (grid.q_block, grid.k_block), tokens)
+        if found is not None:
+            counts, columns = found
+            return grid, (counts.reshape(*lead, grid.rows), columns)
+
+    outside = (indices < -1) | (indices >= grid.columns)  # of lists that do not fit, it finds what to name
     if _found(outside):
         raise ValueError(
             f"indices must lie in [0, {grid.columns}), or be -1 for none, for seq_len={grid.seq_len} and key blocks of "
             f"{k_block}; got {_few(indices[outside])}"
         )
-    lead = (*indices.shape[:-2], 1, 1)[:2]
     ordered = indices.long().sort(-1).values
     named = ordered.diff(prepend=ordered.new_full((*ordered.shape[:-1], 1), -1)) > 0
     lists = named.sum(-1).reshape(*lead, grid.rows), ordered[named]

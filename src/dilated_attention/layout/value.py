@@ -115,8 +115,7 @@ class BlockLayout:
             table = getattr(self, name)
             if table is not None:
                 object.__setattr__(self, name, _own(table))
-        copied = any(mine is not theirs for mine, theirs in zip(self.tables, given, strict=True))
-        if copied and checks.readable(*self.tables):
+        if checks.readable(*self.tables) and not all(map(is_named, given)):
             conversions.check_lists(self.grid, self.indptr, self.indices)
             conversions.check_numbers(self.kinds, self.bits)
         versions = None

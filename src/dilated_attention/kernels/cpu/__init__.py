@@ -12,8 +12,8 @@ product.h     matrix products of small blocks; product_bf16.h and product_bf16_n
 amx.h         the instructions for tile registers, which tests/emulated_amx.cpp emulates
 vectors.h     vectors of numbers; vectors_avx512.h, vectors_avx2.h and vectors_neon.h are for one instruction set each
 threads.h     runs jobs on PyTorch's thread pool
-transpose.cpp, lists.py
-              turn lists of key blocks into lists of query blocks
+choices.cpp, transpose.cpp, lists.py
+              make lists of key blocks from an indexer's choice; turn them into lists of query blocks
 estimate.h, estimates.h, estimates.py
               compute the rows that represent blocks of tokens when blocks are chosen, and their softmax;
               estimates_avx2.cpp, estimates_avx512.cpp and estimates_neon.cpp compile this

@@ -44,7 +44,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """For each architecture, the files that are compiled for one instruction set, with their compiler options."""
 
-COMMON = ("transpose.cpp", "threads.cpp", "dispatch.cpp")
+COMMON = ("choices.cpp", "transpose.cpp", "threads.cpp", "dispatch.cpp")
 # GCC warns of its own intrinsics: uninitialised on purpose. Products and sums are contracted where the sources say so,
 # not where a compiler likes to: so GCC's and Clang's libraries compute the same bits.
 FLAGS = (
