@@ -198,8 +198,9 @@ def magnitudes(
     phantoms: Tensor | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
+    bias: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The size of the terms that out, lse, dq, dk and dv are sums of.
+    """The size of the terms that out, lse, dq, dk, dv and the gradient of a bias are sums of.
 
     To first order, an error of ε in every product and sum makes one of ε times this size in the result. With |x| the
     absolute value of a tensor, bars for sizes, and √head_dim for the random walk of the roundings of a dot product,
@@ -213,9 +214,12 @@ def magnitudes(
     in them, and 2 |dout| |v| for |dout| |v|. With a softcap c, t = tanh(scale q k / c) and its slope f = 1 - t²,
 
         f s̄ + c |t| stands for s̄,   and   f dS̄ + |dS| (1 + 2 |t| (f s̄ + c |t|) / c) for dS̄ in dq̄ and dk̄.
+
+    A bias b, `(batch, heads, seq, keys)`, adds |b| to s̄ in L̄ and P̄. Its gradient has the size dS̄.
     """
     kv_heads = k.shape[2]
-    out, lse = attend(q, k, v, counts, Scores(scale, softcap, dropout_p), phantoms=phantoms, keep=keep)
+    out, lse = attend(q, k, v, counts, Scores(scale, softcap, dropout_p), phantoms=phantoms, keep=keep, bias=bias)
+    added = torch.zeros((), dtype=torch.float64) if bias is None else bias.unflatten(1, (kv_heads, -1))
     kept = 1.0 if keep is None else keep.unflatten(1, (kv_heads, -1)) / (1 - dropout_p)
     # h: KV head, g: query head of it, n: query, m: key, d: head_dim
     q, d_out, out, d_lse = (x.unflatten(2, (kv_heads, -1)) for x in (q, d_out, out, d_lse.transpose(1, 2)))
@@ -226,21 +230,23 @@ def magnitudes(
     score = scale * torch.einsum(scores, q, k)
     tangent = (score / softcap).tanh() if softcap else torch.zeros_like(score)
     slope = 1 - tangent.square()
-    p = torch.where(counts > 0, counts * ((softcap * tangent if softcap else score) - lse).exp(), 0.0)
+    p = torch.where(counts > 0, counts * ((softcap * tangent if softcap else score) + added - lse).exp(), 0.0)
     ds = (kept * torch.einsum(scores, d_out, v) - (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None] + d_lse).abs()
 
     scale = abs(scale)
     q, k, v, d_out, d_lse = (x.abs() for x in (q, k, v, d_out, d_lse))
     tangent = tangent.abs()
     score = slope * q.shape[-1] ** 0.5 * scale * torch.einsum(scores, q, k) + softcap * tangent
-    lse = 1 + torch.where(lse.isfinite(), lse.abs(), 0.0) + (p * score).sum(-1, keepdim=True)
-    p_size = p * (score + lse)
+    total = score + added.abs()
+    lse = 1 + torch.where(lse.isfinite(), lse.abs(), 0.0) + (p * total).sum(-1, keepdim=True)
+    p_size = p * (total + lse)
     p_kept, dp = p_size, torch.einsum(scores, d_out, v)
     if keep is not None:
         p_kept, dp = kept * (p_size + p), 2 * kept * dp
     out = torch.einsum(keys, p_kept, v)
     delta = (d_out * out).sum(-1).permute(0, 2, 3, 1)[..., None]
     ds, exact = p_size * ds + p * (dp + delta + d_lse), p * ds
+    of_bias = ds.flatten(1, 2)
     if softcap:
         ds = slope * ds + exact * (1 + 2 * tangent * score / softcap)
     return {
@@ -249,6 +255,7 @@ def magnitudes(
         "dq": scale * torch.einsum(keys, ds, k).flatten(2, 3),
         "dk": scale * torch.einsum("bhgnm,bnhgd->bmhd", ds, q),
         "dv": torch.einsum("bhgnm,bnhgd->bmhd", p_kept, d_out),
+        "bias": of_bias,
     }
 
 

@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 
-PACKAGES = ("", ".nn", ".parallel", ".models", ".layout", ".routing", ".integrations")
+PACKAGES = ("", ".bias", ".nn", ".parallel", ".models", ".layout", ".routing", ".integrations")
 MODULES = (".decoding", ".integrations.huggingface", ".integrations.longformer_bigbird")
 """Modules without `__all__`: their functions without an underscore are public."""
 

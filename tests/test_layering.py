@@ -23,7 +23,7 @@ DOCUMENTED = ("_asdict", "_exit", "_replace")  # names of the standard library t
 LAYERS = (
     {"cache", "errors", "kernels", "merge", "mesh", "ranking", "storage", "torch_internals"},
     {"checks", "pictures"},
-    {"layout", "plan", "scores"},
+    {"bias", "layout", "plan", "scores"},
     {"patterns"},
     {"backends", "routing", "suggestion"},
     {"call"},
@@ -41,7 +41,7 @@ LAYERS = (
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 ALONE = {"kernels", "merge"}  # import nothing of ours
 OUTSIDE = ("models", "integrations")  # the packages of the library outside the wall
-PUBLIC = ("layout", "nn", "parallel", "routing", *OUTSIDE)  # packages whose `__all__` is public, as the root's is
+PUBLIC = ("bias", "layout", "nn", "parallel", "routing", *OUTSIDE)  # packages whose `__all__` is public, as the root's is
 OPEN = ("plumbing", "decoding", "integrations.huggingface")  # modules without one: every name but a private one
 
 

@@ -52,6 +52,7 @@ from dilated_attention import (
     dilated_attention as dilated,
 )
 from dilated_attention.backends import cpu
+from dilated_attention.bias import Alibi
 from dilated_attention.decoding import first_token_attention
 from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
@@ -2386,10 +2387,40 @@ def _(told):
     same(attention(q, k, v, Window(3, 2)), as_theirs(q, k, v, attn_mask=(distance >= -3) & (distance <= 2)))
 
 
-@remedy("scores take no bias and no function; use FlexAttention, or softcap= and sinks= if that is what it computes")
+@remedy("give bias=: a tensor (batch or 1, heads or 1, queries, keys), or a form of dilated_attention.bias")
 def _(told):
     q, k, v = tensors()
-    refuses(told, q, k, v, "alibi_slopes", "score_mod", "attn_bias")
+    refuses(told, q, k, v, "attn_bias", "position_bias")
+    bias = torch.randn(1, q.shape[2], 16, 16)
+    same(attention(q, k, v, Dilated([16], [1]), bias=bias), as_theirs(q, k, v, attn_mask=bias))
+
+
+@remedy("coordinates take no gradient, but require one; give coordinates.detach()")
+def _(told):
+    q, k, v = tensors()
+    slopes = torch.rand(q.shape[2])
+    coordinates = torch.rand(1, 16, 2, requires_grad=True)
+    with told():
+        Alibi(slopes, coordinates)
+    distance = torch.cdist(coordinates, coordinates)[0].detach()
+    expected = as_theirs(q, k, v, attn_mask=-slopes[:, None, None] * distance)
+    same(attention(q, k, v, Dilated([16], [1]), bias=Alibi(slopes, coordinates.detach())), expected)
+
+
+@remedy("give bias=Alibi(alibi_slopes) of dilated_attention.bias")
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "alibi_slopes")
+    slopes = torch.rand(q.shape[2])
+    distance = (torch.arange(16) - torch.arange(16)[:, None]).abs()
+    expected = as_theirs(q, k, v, attn_mask=-slopes[:, None, None] * distance)
+    same(attention(q, k, v, Dilated([16], [1]), bias=Alibi(slopes)), expected)
+
+
+@remedy("scores take no function; give bias=, softcap= or sinks= if that is what it computes, or use FlexAttention")
+def _(told):
+    q, k, v = tensors()
+    refuses(told, q, k, v, "score_mod")
     score = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
     capped = torch.einsum("bhij,bjhd->bihd", (2 * (score / 2).tanh()).softmax(-1), v)
     same(attention(q, k, v, Dilated([16], [1]), softcap=2.0), capped)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dilated_attention import bias as biases
 from dilated_attention import checks
 from dilated_attention.backends import table
 from dilated_attention.backends.attributes import NO_ATTRIBUTES, Attributes, attributes_of
@@ -51,6 +52,7 @@ class Options(ScoreOptions, total=False):
     lengths: Tensor | None
     cu_seqlens: Tensor | None
     key_padding_mask: Tensor | None
+    bias: Any
     backend: str
     mesh: Any
     seq_len: int | None
@@ -107,6 +109,7 @@ class Call:
         lengths, cu_seqlens: where samples end. Over a mesh, `shards` has the edges of packed samples.
         first_head: global index of the first query head.
         seed: the seed of dropout, drawn when the call runs; None without dropout.
+        bias, coordinates, buckets: the tensors of a bias, as in `bias.Normal`; the scores name its form.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts, placed: the positions of the first query and of the first key, and whether they were given.
         problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
@@ -128,6 +131,9 @@ class Call:
     shards: Shards | None = None
     starts: tuple[int, int] = (0, 0)
     placed: bool = False
+    bias: Tensor | None = None
+    coordinates: Tensor | None = None
+    buckets: Tensor | None = None
     problems: dict[Hashable, Problem] = field(init=False, default_factory=dict)
     repeats: dict[Hashable, Repeat | None] | None = field(init=False, default=None)
     key: Hashable = field(init=False, default=None)
@@ -227,6 +233,9 @@ class Call:
         if placed(options):
             check_placed(pattern, options)
             seq_len = k.shape[1]  # q may be some rows of a layout
+        bias = biases.normal(options["bias"], q, k, starts, placed(options))
+        if bias is not None:
+            scores = scores._replace(bias=float(bias.form))
         branches = branched_factor(pattern, seq_len).branches(k.shape[2], head_offset)
         call = cls(
             branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, scores, over_ranks)),
@@ -234,6 +243,8 @@ class Call:
             key_padding_mask=options["key_padding_mask"], first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
             starts=starts, placed=placed(options),
         )  # fmt: skip
+        if bias is not None:
+            call = replace(call, bias=bias.tensor, coordinates=bias.coordinates, buckets=bias.buckets)
         return call, seq_len
 
     @property
@@ -296,17 +307,28 @@ class Call:
     def attributes(self, q: Tensor, k: Tensor) -> Attributes:
         """Return what backends read per token of q and k on one device."""
         hidden = self.key_padding_mask
-        if hidden is None and self.seed is None:
+        if hidden is None and self.seed is None and self.bias is None:
             return NO_ATTRIBUTES
         if hidden is not None:
             hidden = hidden[:, :, None]
-        queries, keys = (
-            torch.arange(start, start + x.shape[1], device=q.device)
-            for start, x in zip(self.starts, (q, k), strict=True)
-        )
-        return attributes_of(
+        rows = torch.arange(q.shape[1], device=q.device)
+        columns = torch.arange(k.shape[1], device=q.device)
+        queries = rows + self.starts[0]
+        keys = columns + self.starts[1]
+        found = attributes_of(
             len(q), q.shape[2], queries, keys[:, None], hidden=hidden, seed=self.seed, first_head=self.first_head
         )
+        if self.bias is None:
+            return found
+        bias = biases.Normal(int(self.scores.bias), self.bias, self.coordinates)
+        of_queries, of_keys = biases.attributes(bias, rows, q.shape[2], columns, self.starts)
+        return Attributes({**found.queries, **of_queries}, {**found.keys, **of_keys})
+
+    def bias_source(self) -> biases.Source | None:
+        """Return what all pairs read of the bias; None without a bias."""
+        if self.bias is None:
+            return None
+        return biases.Source(int(self.scores.bias), self.bias, self.bias.shape, self.buckets)
 
     def over(self, shards: Shards) -> Call:
         """Return the same call over the ranks that `shards` describes; it moves the edges of packed samples there.
@@ -505,6 +527,7 @@ def _check_over_ranks(pattern: Pattern, options: Options) -> None:
             ("key_padding_mask", options["key_padding_mask"] is not None, "for padding after the tokens give lengths"),
             ("dropout_p", options["dropout_p"] != 0, "train with dropout_p=0.0"),
         )
+    _refuse("over a mesh", ("bias", options["bias"] is not None, "compute the call on one device, without mesh"))
     padded = options["dropout_p"] and options["lengths"] is not None
     _refuse("with lengths over a mesh", ("dropout_p", padded, "pack the batch: cu_seqlens"))
 

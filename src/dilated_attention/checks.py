@@ -24,11 +24,13 @@ _PAIRS = (
     "BlockLayout.from_mask(mask, block_size=1)"
 )
 _WINDOW = "give a window as the pattern, Window(before, after)"
-_SCORES = "scores take no bias and no function; use FlexAttention, or softcap= and sinks= if that is what it computes"
+_BIAS = "give bias=: a tensor (batch or 1, heads or 1, queries, keys), or a form of dilated_attention.bias"
+_SCORES = "scores take no function; give bias=, softcap= or sinks= if that is what it computes, or use FlexAttention"
 _NAMED_ELSEWHERE = {
     "attn_mask": _PAIRS, "attention_mask": _PAIRS, "mask": _PAIRS,
     "causal": "give is_causal=", "dropout": "give dropout_p=", "window": _WINDOW, "window_size": _WINDOW,
-    "alibi_slopes": _SCORES, "score_mod": _SCORES, "attn_bias": _SCORES,
+    "alibi_slopes": "give bias=Alibi(alibi_slopes) of dilated_attention.bias", "score_mod": _SCORES,
+    "attn_bias": _BIAS, "position_bias": _BIAS,
     "softmax_scale": "give scale=", "enable_gqa": "leave it out: k and v may always have fewer heads than q",
     "block_mask": "give BlockLayout.from_block_mask(block_mask) as the pattern",
 }  # fmt: skip

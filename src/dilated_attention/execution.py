@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from dilated_attention.backends.attributes import Attributes
 from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.tiles import concatenate
+from dilated_attention.bias import Source
 from dilated_attention.cache import lasting, plan_cache, plan_layout
 from dilated_attention.call import Call
 from dilated_attention.layout import BlockLayout
@@ -45,7 +46,7 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, attributes: Attributes)
         branches = branches._replace(offsets=tuple([_repeated(row, ratio) for row in branches.offsets]))
         visible = _dense_layouts(call.layouts, q.shape[2])
     return run(
-        q, k, v, *branches[:3], call.scores, attributes=attributes, is_causal=call.is_causal,
+        q, k, v, *branches[:3], call.scores, attributes=attributes, bias=call.bias_source(), is_causal=call.is_causal,
         compat=branches.compat, bands=branches.bands, leading=branches.leading, starts=call.starts,
         lengths=call.lengths, cu_seqlens=call.cu_seqlens, key_padding_mask=call.key_padding_mask, visible=visible,
     )  # fmt: skip
@@ -71,14 +72,14 @@ def _attend_part(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     keys = (k_start, k_start + k.shape[1])
     short, row, column = layout.part(queries, keys)
     after = short.seq_len - column - k.shape[1]
+    stop = row + q.shape[1]
+    last = short.seq_len - stop
+    attributes = call.attributes(q, k).padded((row, last), (column, after))
     if mask is None:
         mask = k.new_zeros(k.shape[:2], dtype=torch.bool)
     mask = pad(mask, (column, after), value=True)
     k, v = (pad(x, (0, 0, 0, 0, column, after)) for x in (k, v))
-    stop = row + q.shape[1]
-    q = pad(q, (0, 0, 0, 0, row, short.seq_len - stop))
-    placed = replace(call, starts=(q_start - row, k_start - column), key_padding_mask=mask)
-    attributes = placed.attributes(q, k)
+    q = pad(q, (0, 0, 0, 0, row, last))
     branches = call.branches._replace(segment_lengths=(short.seq_len,))
     whole = replace(
         call, branches=branches, layouts=(short,), starts=(0, 0), placed=False, key_padding_mask=mask
@@ -142,10 +143,31 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv), contiguous, from the merged out and lse of `forward`."""
-    run = call.backend.backward
+    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    of_bias: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return (dq, dk, dv), contiguous, and with `of_bias` the gradient of the bias tensor, from the merged out and lse
+    of `forward`."""
+    tensors = dout, dlse, q, k, v, out, lse
+    bias = call.bias_source()
+    if bias is None or not of_bias:
+        return _backward(call, bias, *tensors)
+    bias = bias.with_sums()
+    gradients = _backward(call, bias, *tensors)
+    return *gradients, bias.gradient
+
+
+def _backward(
+    call: Call, bias: Source | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv), and add to the sums of `bias`, if it has any."""
+
+    def run(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if bias is not None:
+            problem = replace(problem, bias=bias)
+        return call.backend.backward(problem, *tensors)
+
     tensors = dout, dlse, q, k, v, out, lse
     if call.lengths is None and call.cu_seqlens is None:
         return run(_problem(call, q, k), *tensors)
@@ -179,7 +201,8 @@ def _problem(
     else:
         plan = call.plan(at[1].stop - at[1].start)
         attributes = attributes.sample(*at)
-    problem = Problem(plan, call.backend_scores, attributes, layouts_of(call, q, plan, sample))
+    layouts = layouts_of(call, q, plan, sample)
+    problem = Problem(plan, call.backend_scores, attributes, layouts, bias=call.bias_source())
     if at is None and attributes.empty:
         call.problems[shapes] = problem
     return problem
@@ -205,7 +228,8 @@ def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[sli
     tokens = k.shape[0] * k.shape[1]
     key = ("packed", tokens, starts, lengths, call.branches, call.is_causal)
     plan = plan_cache.get(key, lambda: concatenate([call.plan(n) for n in lengths], list(starts), tokens))
-    return Problem(plan, call.backend_scores, call.attributes(q, k).packed(k.shape[0]))
+    attributes = call.attributes(q, k).packed(k.shape[0])
+    return Problem(plan, call.backend_scores, attributes, bias=call.bias_source())
 
 
 def layouts_of(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dilated_attention import checks, operators
+from dilated_attention.bias import Alibi, QueryBias, RelativeBias
 from dilated_attention.call import (
     Call,
     Options,
@@ -56,6 +57,7 @@ def attention(
     q_start: int | None = None,
     k_start: int | None = None,
     softcap: float | None = None,
+    bias: Alibi | RelativeBias | QueryBias | Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention over a pattern: one softmax over all keys that it shows, counted with multiplicity.
@@ -112,6 +114,9 @@ def attention(
             may have fewer tokens than k. For a chunk of a prompt, or new tokens over a cache, pass
             q_start = k.shape[1] - q.shape[1].
         softcap: c > 0 bounds the scores: c tanh(s / c) replaces s (Gemma 2). Backends without it refuse the call.
+        bias: added to the scores after the softcap, part of lse, differentiable: an `Alibi`, a `RelativeBias` or a
+            `QueryBias` of `dilated_attention.bias`, or a floating tensor `(batch or 1, heads or 1, queries, keys)`,
+            of which only pairs that the pattern shows are used. Backends without it refuse the call.
 
     Returns:
         out, shaped like q but with the head_dim of v; with `return_lse` also lse: `(batch, heads, seq)`, float32
@@ -137,7 +142,7 @@ def attention(
         "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "sinks": sinks, "lengths": lengths,
         "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask, "backend": backend, "mesh": mesh,
         "seq_len": seq_len, "head_offset": head_offset, "transport": transport, "layer": layer, "q_start": q_start,
-        "k_start": k_start, "softcap": softcap,
+        "k_start": k_start, "softcap": softcap, "bias": bias,
     }  # fmt: skip
     q, k, v = as_autocast(q, k, v)
     after = None

@@ -37,14 +37,14 @@ from dilated_attention.torch_internals import (
 )
 
 _CALL = "SymInt[] numbers, float[] scores, str[] words, Tensor[] layouts, Tensor?[] attached"
-ATTACHED = ("lengths", "cu_seqlens", "key_padding_mask", "seed")
-"""The fields of a `Call` that are tensors or None, in the order in which the operators take them."""
+ATTACHED = ("lengths", "cu_seqlens", "key_padding_mask", "seed", "coordinates", "buckets")
+"""The fields of a `Call` that are tensors without a gradient or None, in the order in which the operators take them."""
 
-torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor[]")
+torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, Tensor? bias, {_CALL}) -> Tensor[]")
 torch.library.define(
     "dilated_attention::backward",
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] saved, "
-    f"{_CALL}) -> (Tensor, Tensor, Tensor)",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, Tensor[] saved, "
+    f"bool of_bias, {_CALL}) -> Tensor[]",
 )
 
 
@@ -64,6 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
+    inputs = (q, k, v) if call.bias is None else (q, k, v, call.bias)
     if call.repeats is not None and not in_forward_mode() and _differentiated(q, k, v):
         return _Repeated.apply(q, k, v, call)
     eager = not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)  # else recorded in a graph
@@ -71,11 +72,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         wanted = _differentiated(q, k, v)
         if over_mesh.gradients_wanted(call, q, k, wanted) and not wanted:
             q = q.detach().requires_grad_()  # so that this rank takes part in the backward of the others
-    if eager and not (_differentiated(q, k, v) or observed(q, k, v)):
+    if eager and not (_differentiated(*inputs) or observed(*inputs)):
         out, lse, *_ = _run(call, q, k, v)  # nobody looks at the operator, which takes a tenth of a small call's time
         return out, lse
     operator = _Attention.apply if in_torch_func() else torch.ops.dilated_attention.forward
-    out, lse, *_ = operator(q, k, v, *_pack(call))
+    out, lse, *_ = operator(q, k, v, call.bias, *_pack(call))
     return out, lse
 
 
@@ -86,7 +87,7 @@ def _differentiated(*tensors: Tensor) -> bool:
 
 
 def _pack(call: Call) -> tuple[Any, ...]:
-    """Return a call as the arguments that the operators take after q, k, v and the other tensors of attention.
+    """Return a call, without its bias tensor, as the last arguments of the operators.
 
     Its integers become one list (`numbers`), its strings another (`words`), the tensors of its layouts a third.
     """
@@ -114,8 +115,8 @@ def _pack(call: Call) -> tuple[Any, ...]:
     return numbers, list(call.scores), words, tables, [getattr(call, name) for name in ATTACHED]
 
 
-def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
-    """Return the call that `_pack` packed; k gives the number of KV heads."""
+def _unpack(k: Tensor, bias: Tensor | None, packed: Sequence[Any]) -> Call:
+    """Return the call that `_pack` packed, with its bias tensor; k gives the number of KV heads."""
     numbers, scores, words, tables, attached = packed
     read = _read(tuple(numbers), k.shape[2], _of_mesh(words))
     rest = iter(tables)
@@ -132,7 +133,7 @@ def _unpack(k: Tensor, packed: Sequence[Any]) -> Call:
         )  # fmt: skip
     return Call(
         read.branches, Choice(BACKENDS[words[0]]), tuple(layouts), read.is_causal, Scores(*scores),
-        first_head=read.first_head, shards=shards, starts=read.starts, placed=read.placed,
+        first_head=read.first_head, shards=shards, starts=read.starts, placed=read.placed, bias=bias,
         **dict(zip(ATTACHED, attached, strict=True)),
     )  # fmt: skip
 
@@ -181,10 +182,10 @@ def _read(numbers: tuple[int, ...], kv_heads: int, over_mesh: bool) -> _Numbers:
 
 
 @torch.library.impl("dilated_attention::forward", "CompositeExplicitAutograd")
-def _forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *packed: Any) -> list[Tensor]:
     """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`; over a mesh then other ranks' rows,
     which the backward needs."""
-    return _run(_unpack(k, packed), q, k, v)
+    return _run(_unpack(k, bias, packed), q, k, v)
 
 
 @not_traced
@@ -196,7 +197,7 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 @torch.library.register_fake("dilated_attention::forward")
-def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *packed: Any) -> list[Tensor]:
     if torch.onnx.is_in_onnx_export():
         raise UnsupportedError(
             "ONNX has no operator for this attention. Before the export, call "
@@ -207,38 +208,45 @@ def _(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
     numbers, _, words, *_ = packed
     if not _of_mesh(words):
         return results
-    call = _unpack(k, ([int(x) for x in numbers], *packed[1:]))
+    call = _unpack(k, bias, ([int(x) for x in numbers], *packed[1:]))
     return [*results, *over_mesh.empty_saved(call, q, k)]
 
 
 @torch.library.impl("dilated_attention::backward", "CompositeExplicitAutograd")
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: list[Tensor],
-    *packed: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv), contiguous, from what `dilated_attention::forward` returned: out, lse and then `saved`."""
-    return _run_backward(_unpack(k, packed), dout, dlse, q, k, v, [out, lse, *saved])
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    saved: list[Tensor], of_bias: bool, *packed: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Return [dq, dk, dv], contiguous, and with `of_bias` the gradient of the bias tensor, from what
+    `dilated_attention::forward` returned: out, lse and then `saved`."""
+    return _run_backward(_unpack(k, bias, packed), dout, dlse, q, k, v, [out, lse, *saved], of_bias)
 
 
 @not_traced
 def _run_backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor],
+    of_bias: bool = False,
+) -> list[Tensor]:  # fmt: skip
     with without_autocast(q):
         factor = call.factor
         q = q if factor == 1 else q * factor
         if call.shards is None:
-            dq, dk, dv = execution.backward(call, dout, dlse, q, k, v, *results)
+            dq, *others = execution.backward(call, dout, dlse, q, k, v, *results, of_bias)
         else:
-            dq, dk, dv = over_mesh.backward(call, dout, dlse, q, k, v, results)
-        return dq if factor == 1 else dq.mul_(factor), dk, dv
+            dq, *others = over_mesh.backward(call, dout, dlse, q, k, v, results)
+        return [dq if factor == 1 else dq.mul_(factor), *others]
 
 
 @torch.library.register_fake("dilated_attention::backward")
 def _(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    saved: list[Tensor], of_bias: bool, *packed: Any,
+) -> list[Tensor]:  # fmt: skip
+    gradients = [q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)]
+    if of_bias:
+        assert bias is not None
+        gradients.append(bias.new_empty(bias.shape))
+    return gradients
 
 
 def _not_fused(order: str, words: Sequence[str]) -> Exception:
@@ -254,14 +262,14 @@ class _Attention(torch.autograd.Function):
     """Run `dilated_attention::forward` with its gradient."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> tuple[Tensor, ...]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *packed: Any) -> tuple[Tensor, ...]:
         with BelowAutograd():
-            return tuple(torch.ops.dilated_attention.forward(q, k, v, *packed))
+            return tuple(torch.ops.dilated_attention.forward(q, k, v, bias, *packed))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, *options, layouts, attached = inputs
-        ctx.save_for_backward(q, k, v, *output, *attached, *layouts)
+        q, k, v, bias, *options, layouts, attached = inputs
+        ctx.save_for_backward(q, k, v, bias, *output, *attached, *layouts)
         ctx.mark_non_differentiable(*output[2:])
         ctx.outputs = len(output)
         ctx.options = options
@@ -270,15 +278,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *rest = ctx.saved_tensors
+        q, k, v, bias, out, lse, *rest = ctx.saved_tensors
         saved = rest[: ctx.outputs - 2]
         rest = rest[ctx.outputs - 2 :]
         attached = rest[: len(ATTACHED)]
         layouts = rest[len(ATTACHED) :]
         if dout is None:
             dout = torch.zeros_like(out)
-        gradients = _apply_backward(dout, dlse, q, k, v, out, lse, saved, *ctx.options, layouts, attached)
-        return (*gradients, *(None,) * (len(ctx.options) + 2))
+        of_bias = ctx.needs_input_grad[3]
+        gradients = _apply_backward(
+            dout, dlse, q, k, v, bias, out, lse, saved, of_bias, *ctx.options, layouts, attached
+        )  # fmt: skip
+        return (*gradients, *(None,) * (len(ctx.options) + 6 - len(gradients)))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
@@ -309,7 +320,7 @@ class _Repeated(torch.autograd.Function):
             layout.require_unchanged()
         traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if traced or in_batched_gradients(dout, dlse) or observed(dout, dlse):
-            return *_apply_backward(dout, dlse, q, k, v, out, lse, [], *_pack(ctx.call)), None
+            return *_apply_backward(dout, dlse, q, k, v, None, out, lse, [], False, *_pack(ctx.call)), None
         return *_run_backward(ctx.call, dout, dlse, q, k, v, [out, lse]), None
 
 
@@ -328,9 +339,9 @@ class _AttentionBackward(torch.autograd.Function):
     """Run `dilated_attention::backward`, which has no gradient."""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
         with BelowAutograd():
-            return torch.ops.dilated_attention.backward(*arguments)
+            return tuple(torch.ops.dilated_attention.backward(*arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -349,15 +360,16 @@ class _AttentionBackward(torch.autograd.Function):
         return _in_batch(torch.ops.dilated_attention.backward, _AttentionBackward.apply, info, in_dims, arguments)
 
 
-def _differentiable(q: Tensor, k: Tensor, v: Tensor, *packed: Any) -> list[Tensor]:
-    if _differentiated(q, k, v):
-        return list(_Attention.apply(q, k, v, *packed))
+def _differentiable(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *packed: Any) -> list[Tensor]:
+    inputs = (q, k, v) if bias is None else (q, k, v, bias)
+    if _differentiated(*inputs):
+        return list(_Attention.apply(q, k, v, bias, *packed))
     with BelowAutograd():  # binding a Function's arguments is a third of a small call's overhead
-        return torch.ops.dilated_attention.forward(q, k, v, *packed)
+        return torch.ops.dilated_attention.forward(q, k, v, bias, *packed)
 
 
 torch.library.impl("dilated_attention::forward", "Autograd")(_differentiable)
-torch.library.impl("dilated_attention::backward", "Autograd")(_AttentionBackward.apply)
+torch.library.impl("dilated_attention::backward", "Autograd")(lambda *x: list(_AttentionBackward.apply(*x)))
 
 
 def _in_batch(
@@ -366,19 +378,26 @@ def _in_batch(
     """Call `run`, which runs an operator, with the dimension that `torch.func.vmap` maps folded into the batch. Raises
     UnsupportedError for a mesh, `cu_seqlens`, lists per batch element, and dropout with one seed for all."""
     size = info.batch_size
+    schema = operator.default._schema.arguments
+    given = dict(zip([argument.name for argument in schema], zip(arguments, in_dims, strict=True), strict=True))
+    batch = _sizes(*given["q"])[0]
     folded: list[Any] = []
-    for argument, dim, x in zip(operator.default._schema.arguments, in_dims, arguments, strict=True):
-        if argument.name == "words" and _of_mesh(x):
+    for name, (x, dim) in given.items():
+        if name == "words" and _of_mesh(x):
             raise UnsupportedError("mesh under torch.func.vmap: fold the mapped dimension into the batch")
-        if argument.name == "layouts" and any(len(table) > 1 for table in x if _is_indptr(table)):
+        if name == "layouts" and any(len(table) > 1 for table in x if _is_indptr(table)):
             raise UnsupportedError("layout has lists per batch element: under torch.func.vmap they must be shared")
-        if argument.name == "attached":
-            x = [_folded(name, each, axis, size) for name, each, axis in zip(ATTACHED, x, dim, strict=True)]
+        if name == "attached":
+            named = zip(ATTACHED, x, dim, strict=True)
+            x = [_folded(each_name, each, axis, size, batch) for each_name, each, axis in named]
         elif isinstance(x, Tensor):
-            x = _folded(argument.name, x, dim, size)
+            x = _folded(name, x, dim, size, batch)
         folded.append(x)
-    unfolded = tuple(x.unflatten(0, (size, len(x) // size)) for x in run(*folded))
-    return unfolded, (0,) * len(unfolded)
+
+    unfolded = [x.unflatten(0, (size, len(x) // size)) for x in run(*folded)]
+    if given.get("of_bias", (False, None))[0] and _sizes(*given["bias"])[0] == 1:  # all batch elements share it
+        unfolded[3] = unfolded[3].sum(1, keepdim=True)
+    return tuple(unfolded), (0,) * len(unfolded)
 
 
 def _is_indptr(table: Tensor) -> bool:
@@ -387,15 +406,30 @@ def _is_indptr(table: Tensor) -> bool:
     return table.ndim == 3 and table.dtype == torch.int64
 
 
-def _folded(name: str, x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """Return a tensor of an operator with the dimension `dim`, which vmap maps, folded into its batch."""
+def _sizes(x: Tensor, dim: int | None) -> list[int]:
+    """Return the shape of a tensor without the dimension `dim`, which vmap maps."""
+    sizes = list(x.shape)
+    if dim is not None:
+        del sizes[dim]
+    return sizes
+
+
+def _folded(name: str, x: Tensor | None, dim: int | None, size: int, batch: int) -> Tensor | None:
+    """Return a tensor of an operator with the dimension `dim`, which vmap maps, folded into its batch. `batch`: the
+    batch of q without it."""
     if x is None:
         return None
     if name == "cu_seqlens":
         raise UnsupportedError("cu_seqlens under torch.func.vmap: samples are packed one after another already")
+    if name == "buckets":
+        if dim is not None:
+            raise UnsupportedError("buckets of a bias are mapped by torch.func.vmap: they must be shared")
+        return x
     if name == "seed":
         if dim is None:  # pairs are chosen by their place in the batch, which folding changes
             raise UnsupportedError('dropout under torch.func.vmap: only with randomness="different"')
         return x.movedim(dim, 0)[0]
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    if name in ("bias", "coordinates"):
+        x = x.expand(size, batch, *x.shape[2:])
     return x.flatten(0, 1)

@@ -23,18 +23,19 @@ class ScoreOptions(TypedDict, total=False):
 class Scores(NamedTuple):
     """Hold the numbers that turn q_i · k_j into a weight of the softmax, from the call to the kernels.
 
-        s_ij = cap(scale q_i · k_j),        cap(s) = softcap tanh(s / softcap)
+        s_ij = cap(scale q_i · k_j) + b(i, j),        cap(s) = softcap tanh(s / softcap)
 
     Each weight is then dropped with probability dropout_p, and the others are divided by 1 - dropout_p.
 
-    Each field is one number. All but scale change nothing where they are 0. A field that is added here reaches every
-    backend and every rank. Kernels in C++ need it in `Scores` of kernels/cpu/call.h, too. A backend that does not
-    compute it has to refuse it.
+    `bias` says which form b has, as an index of `bias.FORMS`. Each field is one number. All but scale change nothing
+    where they are 0. A field that is added here reaches every backend and every rank. Kernels in C++ need it in
+    `Scores` of kernels/cpu/call.h, too. A backend that does not compute it has to refuse it.
     """
 
     scale: float
     softcap: float = 0.0
     dropout_p: float = 0.0
+    bias: float = 0.0
 
     @classmethod
     def of(cls, head_dim: int, options: ScoreOptions) -> Scores:

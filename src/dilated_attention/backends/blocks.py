@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dilated_attention.backends import fused
 from dilated_attention.backends.fused import Merged, Pairs, Settings
+from dilated_attention.bias import Added
 from dilated_attention.cache import lasting, plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge_into, running
@@ -252,9 +253,12 @@ def _calls(layout: BlockLayout, settings: Settings, tensors: list[Any], copies: 
     """
     q = tensors[0]
     pairs = settings.pairs
+    added = settings.added
     words = []
+    if added is not None:
+        words = [added.places, added.queries, added.keys]
     if pairs is not None:
-        words = [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]
+        words += [pairs.queries, pairs.keys.expand(-1, q.shape[1], -1)]
     vector = 2 * copies * q.shape[3] * q.element_size()
 
     for i in range(len(q)):
@@ -282,6 +286,10 @@ def _calls(layout: BlockLayout, settings: Settings, tensors: list[Any], copies: 
                     if pairs is not None:
                         taken = queries.take(views[-2]), keys.take(views[-1])
                         own = own._replace(pairs=Pairs(*taken))
+                    if added is not None:
+                        places, rows_at, keys_at = views[len(tensors) : len(tensors) + 3]
+                        taken = queries.take(places), queries.take(rows_at), keys.take(keys_at)
+                        own = own._replace(added=Added(added.source, *taken))
                     yield _Call(queries, keys, own, views[: len(tensors)])
 
 

@@ -7,8 +7,9 @@ gradient from any given (out, lse), which is what the merged backward needs. So 
 Outputs lie in memory as `(batch, seq, heads, head_dim)`.
 
 Where no operator fits, plain products are used, in chunks of bounded memory and in single precision at least: for
-few keys on CPU; on CUDA for a bias, float64 or a head_dim that 8 does not divide; and for softcap and dropout. The CPU
-operator has no dropout; those of CUDA draw dropout masks that no other backend or rank could repeat.
+few keys on CPU; on CUDA for a mask, float64 or a head_dim that 8 does not divide; and for softcap, dropout and a bias.
+The CPU operator has no dropout; those of CUDA draw dropout masks that no other backend or rank could repeat; none
+returns the gradient of a bias.
 
 All of them multiply a hidden key by a weight of 0, and 0 times NaN or infinity is NaN. So on CPU, a result that is not
 finite is computed again from finite numbers (`_forward_of_finite`, `_backward_of_finite`). On an accelerator, to ask
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from dilated_attention import torch_internals
 from dilated_attention.backends.dropout import factor, survives, threshold
+from dilated_attention.bias import Added
 from dilated_attention.merge import running
 from dilated_attention.scores import Scores
 from dilated_attention.torch_internals import constant_when_traced
@@ -64,12 +66,14 @@ class Settings(NamedTuple):
         is_causal: query i sees keys up to i. If True, `bias` has one row for all queries.
         bias: added to scores, 0 or -inf. A row whose every key is masked gives out 0 and lse -inf.
         pairs: the words of these queries and keys if the scores have dropout.
+        added: what the bias of the scores adds, if they have one. A backward adds the bias's gradient to its sums.
     """
 
     scores: Scores
     is_causal: bool = False
     bias: Bias | None = None
     pairs: Pairs | None = None
+    added: Added | None = None
 
     @property
     def plain(self) -> bool:
@@ -90,7 +94,10 @@ class Settings(NamedTuple):
         pairs = self.pairs
         if pairs is not None:
             pairs = pairs.part(problems, heads, rows, keys)
-        return self._replace(bias=bias, pairs=pairs)
+        added = self.added
+        if added is not None:
+            added = added.part(problems, heads, rows, keys)
+        return self._replace(bias=bias, pairs=pairs, added=added)
 
     def drop(self, p: Tensor) -> Tensor:
         """Apply dropout in place to p, the softmax weights or their gradient, and return it."""
@@ -187,6 +194,10 @@ def _forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 def backward(settings: Settings, merged: Merged, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Keys, Keys]:
     """Return (dq, dk, dv) with P = exp(scale q kᵀ + bias - lse) and dS = P (dout vᵀ - sum(dout out) + dlse), and with
     the given `settings`. lse must not be -inf."""
+    if settings.added is not None:  # its gradient must be added once
+        if settings.hides and not all(map(_is_finite, (merged.dout, merged.out, q, k, v))):
+            return _backward_of_finite(settings, merged, q, k, v)
+        return _backward(settings, merged, q, k, v)
     gradients = _backward(settings, merged, q, k, v)
     if settings.hides and not all(map(_is_finite, gradients)):
         return _backward_of_finite(settings, merged, q, k, v)
@@ -237,7 +248,7 @@ def _backward_of_finite(
     part = merged.views(lambda x: x.masked_fill(bad if x.dim() == 4 else bad[..., 0], 0.0))
     tensors = q.masked_fill(bad, 0.0), k.masked_fill(bad_keys, 0.0), v.masked_fill(bad_keys, 0.0)
     gradients = _backward(settings, part, *tensors)
-    if not all(map(_is_finite, gradients)):
+    if not settings.plain and not all(map(_is_finite, gradients)):
         gradients = _plain_backward(settings, part, *tensors)
 
     dq, dk, dv = gradients
@@ -410,7 +421,10 @@ def _plain_gradients(
     dout, q, k, v = (x.to(lse.dtype) for x in (dout, q, k, v))
     s, slope = _formed(settings, q, k, first)
     p = s.sub_(lse.unsqueeze(-1)).exp_()
-    ds = settings.drop(dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(p).mul_(settings.scores.scale)
+    ds = settings.drop(dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(p)
+    if settings.added is not None:
+        settings.added.add(ds)
+    ds.mul_(settings.scores.scale)
     if slope is not None:
         ds.mul_(slope)
     return ds @ k, ds.mT @ q, settings.drop(p).mT @ dout
@@ -454,6 +468,8 @@ def _formed(settings: Settings, q: Tensor, k: Tensor, first: int) -> tuple[Tenso
         s = s.div_(cap).tanh_()
         slope = 1 - s.square()
         s = s * cap
+    if settings.added is not None:
+        s += settings.added.values(s.dtype)
     if settings.bias is not None:
         s = s.masked_fill(settings.bias != 0, -torch.inf)
     if settings.is_causal:

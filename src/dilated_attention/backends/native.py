@@ -22,6 +22,7 @@ from dilated_attention.backends.attributes import Attributes
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.fused import Merged, Pairs, Settings, bias_of
 from dilated_attention.backends.problem import Layouts, Problem
+from dilated_attention.bias import Added
 from dilated_attention.cache import lasting, plan_cache, plan_layout
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into, running
@@ -158,6 +159,20 @@ class _Tile:
             return None
         keys = attributes.keys["words"].expand(k.shape[:3])
         return Pairs(self.queries(attributes.queries["words"], group.queries), self.keys(keys, group.keys))
+
+    def added(self, problem: Problem, group: StridedGroup, q: Tensor, k: Tensor) -> Added | None:
+        """Return what the bias adds to this tile's scores in `group`; None without a bias. q and k give the batch, rows
+        and heads."""
+        if problem.bias is None:
+            return None
+        attributes = problem.attributes
+        places = attributes.queries["places"].expand(q.shape[:3])
+        queries = attributes.queries["where"].expand(*q.shape[:3], -1)
+        keys = attributes.keys["where"].expand(*k.shape[:3], -1)
+        return Added(
+            problem.bias, self.queries(places, group.queries), self.queries(queries, group.queries),
+            self.keys(keys, group.keys),
+        )  # fmt: skip
 
     def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
         """Return the layout inside the group's segments, for this tile's batch elements and query heads."""
@@ -366,7 +381,10 @@ class _Listed(NamedTuple):
         if pairs is not None:
             of_keys = pad(pairs.keys, (self.column, after))
             pairs = Pairs(self.rows(pairs.queries), of_keys)
-        return settings._replace(bias=bias, pairs=pairs)
+        added = settings.added
+        if added is not None:
+            added = Added(added.source, self.rows(added.places), self.rows(added.queries), self.columns(added.keys))
+        return settings._replace(bias=bias, pairs=pairs, added=added)
 
 
 class _Whole:
@@ -395,11 +413,14 @@ class _Whole:
 
         The attributes of keys are views, or expanded like k.
         """
-        found = [self.q, self.k, self.v, *self.problem.attributes.queries.values()]
+        attributes = self.problem.attributes
+        found = [self.q, self.k, self.v, *[x.expand(len(self.q), *x.shape[1:]) for x in attributes.queries.values()]]
+        if "where" in attributes.keys:
+            found.append(attributes.keys["where"].expand(len(self.q), -1, -1, -1))
         if self.bias is not None:
             found.append(self.bias)
-        if "words" in self.problem.attributes.keys:
-            found.append(self.problem.attributes.keys["words"].expand(self.k.shape[:3]))
+        if "words" in attributes.keys:
+            found.append(attributes.keys["words"].expand(self.k.shape[:3]))
         return tuple(found)
 
     def tiles(
@@ -447,12 +468,13 @@ class _Whole:
         problem = self.problem
         bias = tile.bias(self.bias, group.keys)
         pairs = tile.pairs(problem.attributes, group, self.k)
+        added = tile.added(problem, group, self.q, self.k)
 
         causal = group.low is None and group.high == 0
         if group.banded and not causal:
             band = bias_of(_hidden(group, self.q.device), self.q.dtype)
             bias = band if bias is None else bias + band
-        return Settings(problem.scores, causal, bias, pairs)
+        return Settings(problem.scores, causal, bias, pairs, added)
 
     def attend(self, group: StridedGroup, tile: _Tile) -> tuple[Tensor, Tensor]:
         """Return out and lse of a tile, `(problems, heads, rows, ...)`; `group`: the group that it is cut from."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dilated_attention.backends.attributes import NO_ATTRIBUTES, Attributes
+from dilated_attention.bias import Source
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan
 from dilated_attention.scores import Scores
@@ -32,6 +33,7 @@ class Problem:
             causal if the call is. None where every key of a segment is seen.
         lengths: the number of tokens of each sample, int64 `(batch,)`, contiguous. Later rows see nothing and are not
             seen. Only backends with `skips_rows` get it. None: all tokens.
+        bias: what all pairs read of the bias. The attributes say where each token reads.
     """
 
     plan: Plan
@@ -39,6 +41,7 @@ class Problem:
     attributes: Attributes = NO_ATTRIBUTES
     layouts: Layouts | None = None
     lengths: Tensor | None = None
+    bias: Source | None = None
 
     @property
     def hidden(self) -> Tensor | None:

@@ -11,6 +11,7 @@ are tested against it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from dilated_attention.backends.attributes import Attributes
 from dilated_attention.backends.dropout import survives, threshold
 from dilated_attention.backends.facts import Facts
+from dilated_attention.bias import Added, Source
 from dilated_attention.plan import ALL, WHOLE
 from dilated_attention.scores import Scores
 
@@ -136,6 +138,7 @@ def attend(
     *,
     phantoms: Int[Tensor, "*#samples kv_heads queries"] | None = None,
     keep: Bool[Tensor, "batch heads queries keys"] | None = None,
+    bias: Float[Tensor, "batch heads queries keys"] | None = None,
 ) -> tuple[Float[Tensor, "batch queries heads value_dim"], Float[Tensor, "batch queries heads"]]:
     """Compute a softmax over keys counted with multiplicity: P = c exp(s) / Σ c exp(s).
 
@@ -145,6 +148,7 @@ def attend(
         scores: how s is made of q·k.
         phantoms: further keys per query with score 0 and value 0.
         keep: which pairs survive dropout after the softmax: out = Σ P keep v / (1 - dropout_p); lse stays.
+        bias: added to s; -inf hides a pair.
 
     Returns:
         out in q's dtype and lse, natural logarithm, in float32 (float64 for float64), both rounded once from float64. A
@@ -167,6 +171,10 @@ def attend(
     score = scores.scale * torch.einsum("bnhgd,bmhd->bhgnm", finite_query.unflatten(2, (kv_heads, -1)), finite_key)
     if cap:
         score = cap * (score / cap).tanh()
+    if bias is not None:  # phantoms have none
+        padded = torch.nn.functional.pad(bias, (0, score.shape[-1] - bias.shape[-1]))
+        score = score + padded.unflatten(1, (kv_heads, -1))
+        visible = visible & (score != -torch.inf)
     nan_query = ~query.isfinite().all(-1).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)
     nan_key = ~key.isfinite().all(-1).permute(0, 2, 1)
     score = score + torch.where(nan_query[..., None] | nan_key[:, :, None, None], torch.nan, 0.0)
@@ -266,6 +274,7 @@ def reference_attention(
     scores: Scores | None = None,
     *,
     attributes: Attributes | None = None,
+    bias: Source | None = None,
     **of_counts: Any,
 ) -> tuple[Float[Tensor, "batch seq heads head_dim"], Float[Tensor, "batch seq heads"]]:
     """Compute dilated attention from the definition: out and lse as `attend` returns them.
@@ -274,7 +283,8 @@ def reference_attention(
         segment_lengths, dilation_rates, table, of_counts: the arguments of `batch_counts`. Rows that are not computed
             get out = 0 and lse = -inf.
         scores: as for `attend`; default: a scale of 1/√head_dim.
-        attributes: hold the hash words if the scores have dropout.
+        attributes: hold the hash words if the scores have dropout, and where tokens read the bias.
+        bias: what all pairs read of the bias.
     """
     counts, phantoms = batch_counts(
         q.shape[0], q.shape[1], segment_lengths, dilation_rates, table, num_keys=k.shape[1], **of_counts
@@ -286,7 +296,15 @@ def reference_attention(
         assert attributes is not None
         keys = attributes.keys["words"].expand(1, *k.shape[1:3]).repeat_interleave(q.shape[2] // k.shape[2], 2)
         keep = survives(attributes.queries["words"].transpose(1, 2), keys.transpose(1, 2), threshold(scores.dropout_p))
-    return attend(q, k, v, counts, scores, phantoms=phantoms, keep=keep)
+    added = None
+    if bias is not None:
+        assert attributes is not None
+        flat = replace(bias, tensor=bias.tensor.double().flatten())
+        places = attributes.queries["places"].transpose(1, 2)
+        where = [x["where"].transpose(1, 2) for x in (attributes.queries, attributes.keys)]
+        added = Added(flat, places, *where).values(torch.float64)
+        added = added.expand(len(q), q.shape[2], q.shape[1], k.shape[1])
+    return attend(q, k, v, counts, scores, phantoms=phantoms, keep=keep, bias=added)
 
 
 def refusal(facts: Facts) -> str | None:

@@ -60,6 +60,8 @@ def refusal(facts: Facts) -> str | None:
         return "the kernels read no masks inside blocks; native does"
     if facts.seq_len > MAX_TOKENS:
         return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
+    if "bias" in facts.needs:
+        return "the kernels add no bias to scores; native does"
     return None
 
 

@@ -21,9 +21,9 @@
 #pragma once
 #include <cstdint>
 
-// The numbers of the scores, as in scores.py; 0 turns softcap and dropout off.
+// The numbers of the scores, as in scores.py; 0 turns softcap, dropout and the bias off.
 struct Scores {
-  double scale, softcap, dropout_p;
+  double scale, softcap, dropout_p, bias;
 };
 
 struct Call {
