@@ -41,7 +41,7 @@ LAYERS = (
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 ALONE = {"kernels", "merge"}  # import nothing of ours
 OUTSIDE = ("models", "integrations")  # the packages of the library outside the wall
-PUBLIC = ("bias", "layout", "nn", "parallel", "routing", *OUTSIDE)  # packages whose `__all__` is public, as the root's is
+PUBLIC = ("bias", "layout", "nn", "parallel", "routing", *OUTSIDE)  # `__all__` is public, as the root's is
 OPEN = ("plumbing", "decoding", "integrations.huggingface")  # modules without one: every name but a private one
 
 

@@ -72,8 +72,8 @@ def _require_blocks_from_the_start(module: nn.Module, shown: Shown) -> None:
         found = "padding before tokens"
     if found:
         raise UnsupportedError(
-            f"{type(module).__name__} chooses blocks of keys, which transformers counts from the start of each row; got "
-            f"{found}: pad on the right"
+            f"{type(module).__name__} chooses blocks of keys, which transformers counts from the start of each row; "
+            f"got {found}: pad on the right"
         )
 
 
