@@ -36,15 +36,14 @@ from transformers.masking_utils import (
     chunked_causal_mask_function,
     or_masks,
     packed_sequence_mask_function,
+    sdpa_mask,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
 
-from dilated_attention import attention
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.integrations import own_attention
-from dilated_attention.integrations.huggingface import NAME, dilate, report
+from dilated_attention.integrations.huggingface import NAME, dilate, report, visibility
 from dilated_attention.integrations.own_attention import Shown, attend, read_arguments, read_mask
 from tolerances import relative_error
 from transformers_families import CHOOSING, FAMILIES, OTHERS, REFUSED, build, build_other
@@ -317,25 +316,6 @@ def test_a_dilated_model_takes_a_text_where_images_could_be():
         model(**inputs, token_type_ids=types)
 
 
-def test_a_prefix_is_computed_once(monkeypatch):
-    rows = []
-
-    def counted(q, *arguments, **options):
-        rows.append(q.shape[0] * q.shape[1])
-        return attention(q, *arguments, **options)
-
-    monkeypatch.setattr(own_attention, "attention", counted)
-    blocks = torch.where(torch.arange(30) < torch.tensor([[20], [26]]), 0, -1)
-    shown = replace(read_mask(or_masks(causal_mask_function, blockwise_overlay(blocks))), queries=30, keys=30)
-    q, k, v = (torch.randn(2, 30, 2, 8) for _ in range(3))
-    out = attend(shown, q, k, v, scale=None)
-    assert sum(rows) == 20 + 26 + 2 * 10
-    place = torch.arange(30)
-    mask = (place[:, None] >= place) | ((blocks[:, :, None] == 0) & (blocks[:, None] == 0))
-    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask[:, None])
-    torch.testing.assert_close(out, expected.transpose(1, 2))
-
-
 @pytest.mark.parametrize("more", [{}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("make", [_prefix, _images])
 def test_blocks_of_tokens_are_continued(make, more):
@@ -348,15 +328,51 @@ def test_blocks_of_tokens_are_continued(make, more):
     assert torch.equal(*found)
 
 
-def test_blocks_that_cannot_be_served():
-    ids = torch.tensor([[0, 0, -1, 0]])
-    shown = read_mask(or_masks(causal_mask_function, blockwise_overlay(ids)))
-    shown = replace(shown, queries=4, keys=4)
-    q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(UnsupportedError, match=r"lies in several places.*sdpa"):
-        attend(shown, q, q, q, scale=None)
-    with pytest.raises(UnsupportedError, match=r"a block of 4 tokens, of which the cache has a part.*sdpa"):
-        attend(replace(shown, blocks=torch.zeros(1, 4), queries=2, keys=3), q[:, :2], q[:, :3], q[:, :3], scale=None)
+def _sparse(batch, head, query, key):
+    return (query * 7 + key * 5 + batch) % 3 > 0
+
+
+@pytest.mark.parametrize("past", [0, 20])
+@pytest.mark.parametrize(
+    "mask_function",
+    [
+        _sparse,
+        or_masks(sliding_window_causal_mask_function(3), blockwise_overlay(torch.arange(60).expand(2, -1) // 15 % 2)),
+        and_masks(causal_mask_function, chunked_causal_mask_function(8, torch.zeros(2)), sliding_window_overlay(3)),
+        and_masks(causal_mask_function, packed_sequence_mask_function(torch.arange(60).expand(2, -1) // 7 % 3)),
+    ],
+)
+def test_any_mask_function_is_computed(mask_function, past):
+    """With padding and, for later tokens, over a cache; rows that see nothing are not compared."""
+    config = Gemma3TextConfig()
+    q, k, v = torch.randn(2, 60 - past, 4, 8), *torch.randn(2, 2, 60, 2, 8)
+    padding = torch.arange(60) >= torch.tensor([[0], [9]])
+    sizes = (2, 60 - past, 60, past, 0, mask_function, padding)
+    shown = visibility(*sizes, config=config)
+    out = attend(shown, q, k, v, scale=None)
+    mask = sdpa_mask(*sizes, allow_is_causal_skip=False).expand(2, 1, 60 - past, 60)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+    seen = mask.any(-1)[:, 0]
+    torch.testing.assert_close(out[seen], expected[seen])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_over_pairs_is_taken_from_the_caller(dtype):
+    outputs = []
+    seen = (torch.rand(2, 1, TOKENS, TOKENS) < 0.4) | torch.eye(TOKENS, dtype=torch.bool)
+    mask = seen
+    if dtype != torch.bool:
+        mask = torch.where(seen, 0.0, torch.finfo(dtype).min)
+    for implementation in ("eager", NAME, "sdpa"):
+        model = build("gemma3", implementation)
+        given = mask
+        if implementation == "eager":
+            given = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        outputs.append(_output(model, input_ids=_tokens(), attention_mask=given, use_cache=False))
+    _assert_close(*outputs)
+    with pytest.raises(UnsupportedError, match="numbers other than 0"):
+        _output(build("gemma3", NAME), input_ids=_tokens(), attention_mask=torch.rand(2, 1, TOKENS, TOKENS))
 
 
 def test_t5gemma2():
@@ -429,17 +445,12 @@ def test_masks_are_read_back():
         and_masks(sliding_window_causal_mask_function(3), sliding_window_causal_mask_function(4)),
         and_masks(sliding_window_overlay(3), bidirectional_mask_function),  # a window on one side, later keys all
         or_masks(sliding_window_causal_mask_function(9), sliding_window_bidirectional_mask_function(3)),
-        or_masks(sliding_window_causal_mask_function(3), blockwise_overlay(torch.zeros(1, 3))),  # PaliGemma 2
-        and_masks(
-            or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1, 3))),
-            packed_sequence_mask_function(torch.zeros(1, 3)),
-        ),
         or_masks(bidirectional_mask_function, blockwise_overlay(torch.zeros(1, 3))),
         and_masks(chunked_causal_mask_function(8, torch.zeros(1)), sliding_window_overlay(3)),
         lambda batch, head, query, key: key <= query,
     ],
 )
-def test_a_mask_that_is_nothing_of_these_is_refused(mask):
+def test_a_mask_that_is_nothing_of_these_is_not_read(mask):
     with pytest.raises(UnsupportedError, match="sdpa"):
         read_mask(mask)
 

@@ -229,16 +229,16 @@ def test_a_misspelt_implementation(name, tmp_path):
 
 
 def test_a_block_diagonal_mask_over_pairs():
-    """The error names position_ids, which give the same."""
+    """It is what position_ids that restart say."""
     model, tokens = _mistral(), torch.randint(60, (1, TOKENS))
     numbers = (torch.arange(TOKENS) >= 25)[None]
     pairs = (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
-    with pytest.raises(UnsupportedError, match=r"for packed samples give position_ids alone.*use_cache=False"):
-        model(tokens, attention_mask=pairs, use_cache=False)
     found = model(tokens, position_ids=SAMPLES, use_cache=False).logits
-    model.set_attn_implementation("eager")
     place = torch.arange(TOKENS)
     pairs = pairs & (place[:, None] - place < WINDOW)
+    by_pairs = model(tokens, attention_mask=pairs, position_ids=SAMPLES, use_cache=False).logits
+    torch.testing.assert_close(by_pairs, found, rtol=0, atol=1e-5)
+    model.set_attn_implementation("eager")
     bias = torch.zeros(pairs.shape).masked_fill(~pairs, torch.finfo(torch.float32).min)
     expected = model(tokens, attention_mask=bias, position_ids=SAMPLES, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

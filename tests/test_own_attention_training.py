@@ -142,6 +142,38 @@ for family in families:
     )
 
 
+def test_masks_of_bits_compile_in_one_graph(compiling_python):
+    """An image in a text, packed samples, and a mask over pairs."""
+    compiling_python(
+        _TRACED
+        + """
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from test_own_attention import _images
+
+model, types = _images("dilated_attention")
+text = build("gemma3", "dilated_attention")
+tokens = torch.randint(1, 90, types.shape)
+padding = torch.ones_like(types)
+padding[1, 30:] = 0
+places = torch.cat([torch.arange(30), torch.arange(types.shape[1] - 30)])[None]
+pairs = torch.rand(2, 1, types.shape[1], types.shape[1]) < 0.5
+for model, given in (
+    (model, {"token_type_ids": types, "attention_mask": padding}),
+    (text, {"input_ids": tokens[:1], "position_ids": places}),
+    (text, {"attention_mask": pairs}),
+):
+    torch._dynamo.reset()
+    given = {"input_ids": tokens, "use_cache": False, **given}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        found, expected = (call(**given)[0] for call in (compiled, model))
+    if given.get("attention_mask") is padding:
+        found, expected = found[padding.bool()], expected[padding.bool()]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+"""
+    )
+
+
 def test_checkpointing_in_a_compiled_graph(compiling_python):
     """BERT gives its layers the mask by position, so that the compiler sees it as an argument of the checkpoint."""
     compiling_python(

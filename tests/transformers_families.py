@@ -95,6 +95,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ultrabert": ("UltrabertConfig", "UltrabertModel", {}),
     "vaultgemma": ("VaultGemmaConfig", "VaultGemmaForCausalLM", {}),
     "zaya": ("ZayaConfig", "ZayaForCausalLM", {"num_experts_per_tok": 1, **_ZAYA}),
+    "unlimited_ocr": ("UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}),
 }
 """Configuration, model, and what the configuration needs besides."""
 
@@ -174,7 +175,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "inkling": ("InklingTextConfig", "InklingForCausalLM", {}, "position_bias: no bias is added"),
     "inkling2": ("Inkling2TextConfig", "Inkling2ForCausalLM", {}, "position_bias: no bias is added.*eager"),
     "inkling2_loop": ("Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", {}, "position_bias: .*eager"),
-    "unlimited_ocr": ("UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}, "sdpa"),
 }
 """The same, and words of the error."""
 

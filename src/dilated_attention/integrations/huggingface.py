@@ -30,13 +30,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
@@ -70,6 +71,7 @@ from dilated_attention.integrations.own_attention import (
     read_mask,
     real_first,
 )
+from dilated_attention.integrations.pair_masks import layout_of_function, layout_of_pairs, layout_of_tensor
 from dilated_attention.integrations.positions import extend_positions as extend_positions
 from dilated_attention.integrations.positions import position_table, require_positions, require_transformers
 from dilated_attention.plumbing import as_autocast, checks, require_when_run, table
@@ -513,16 +515,23 @@ def visibility(
 ) -> Shown | Refused:
     """Describe what the queries of a forward may see. This is the mask function that transformers calls.
 
-    It takes the arguments of transformers' `sdpa_mask`. A dilated model's window, and a mask that `read_mask` cannot
-    read, give a `Refused`, which raises only in a layer that gets it: some models make masks for kinds of layers that
-    they do not have. Anything else that this library cannot compute raises an UnsupportedError here.
+    It takes the arguments of transformers' `sdpa_mask`. A mask that `read_mask` cannot read is evaluated in the first
+    layer that gets it: some models make masks for kinds of layers that they do not have. In a dilated model such a mask
+    and a window give a `Refused`, which raises only in such a layer. Anything else that this library cannot compute
+    raises an UnsupportedError here.
     """
     if isinstance(attention_mask, NotATensor):  # made before the forward: by `generate`, or by a model that holds one
         return attention_mask
     options = getattr(config, NAME, None)
     shown: Shown | Refused | None = None
+    sizes = q_length, kv_length, int(q_offset), kv_offset
     if torch.compiler.is_compiling():
         shown = read_arguments(mask_function, local_size, config, attention_mask, kwargs)
+        if shown is None and options is None:
+            every_pair = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            mask = sdpa_mask(batch_size, *sizes, mask_function, attention_mask, local_size, **{**kwargs, **every_pair})
+            layout = layout_of_pairs(mask)
+            return _placed(Shown(False, pairs=lambda: layout), *sizes, None)
     # In a graph of a dilated model, what the arguments do not tell is refused below.
     if shown is None and (options is None or local_size is not None or not torch.compiler.is_compiling()):
         try:
@@ -530,7 +539,11 @@ def visibility(
         except UnsupportedError as error:  # for the layer that is given it
             shown = Refused(error)
     if isinstance(shown, Shown):
-        shown = _placed(shown, q_length, kv_length, int(q_offset), kv_offset, attention_mask)
+        shown = _placed(shown, *sizes, attention_mask)
+    if options is None and (isinstance(shown, Refused) or (isinstance(shown, Shown) and shown.needs_pairs)):
+        make = partial(layout_of_function, mask_function, batch_size, *sizes, kwargs.get("device"))
+        shown = _placed(Shown(False, pairs=make), *sizes, attention_mask)
+    if isinstance(shown, Shown):
         skips = type(config) not in WITH_CONVOLUTIONS
         shown = replace(shown, skips_padding=skips, device=kwargs.get("device"))
     if shown is not None and _is_own(options, shown):
@@ -762,6 +775,8 @@ def _shown_of(
     """Return what the mask of a layer shows; without a mask, what its other `arguments` tell (see `without_mask`)."""
     queries, keys = q.shape[1], k.shape[1]
     mask = _over_tokens(mask, len(q), queries, keys)
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2:] == (queries, keys):
+        return Shown(False, pairs=partial(layout_of_tensor, mask), q_start=keys - queries, queries=queries, keys=keys)
     if isinstance(mask, Refused):
         raise mask.error
     if mask is None:  # as in layers over images

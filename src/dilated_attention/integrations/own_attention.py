@@ -8,7 +8,6 @@ no mask over pairs of tokens is ever formed, and `attend` computes it.
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,8 +20,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from dilated_attention import Dilated, UnsupportedError, Window, attention
-from dilated_attention.plumbing import dtype_of_products, without_overrides
+from dilated_attention import BlockLayout, Dilated, UnsupportedError, Window, attention
+from dilated_attention.plumbing import without_overrides
 
 NAME = "dilated_attention"
 
@@ -138,6 +137,7 @@ class Shown(NotATensor):
         samples: `(batch, seq)`, the number of the packed sample that each token belongs to; None: one sample per row.
         places: `(batch, seq)`, the positions by which chunks of packed samples are cut; None: those in the row.
         blocks: `(batch, seq)`, the number of the block (a prefix, an image) that each position lies in, -1 for none.
+        pairs: makes the layout of a mask that is none of these, with queries and keys numbered from 0.
         q_start, k_start: the positions of the first query and of the first key.
         queries, keys: the number of queries and of keys; a static cache holds more keys than have been written.
         hidden: `(batch, keys)`, True for padding; None: no key is hidden.
@@ -155,6 +155,7 @@ class Shown(NotATensor):
     samples: Tensor | None = None
     places: Tensor | None = None
     blocks: Tensor | None = None
+    pairs: Callable[[], BlockLayout] | None = None
     q_start: int = 0
     k_start: int = 0
     queries: int = 0
@@ -193,7 +194,7 @@ class Shown(NotATensor):
         keys: `(batch or 1, ..., queries or 1, k)` integers, counted from the first key; below 0: none. Raises
         UnsupportedError for masks with chunks or blocks.
         """
-        if self.chunk is not None or self.blocks is not None:
+        if self.chunk is not None or self.pairs is not None:
             raise _unknown("chunks or blocks of tokens in a layer that chooses its keys")
         place = self.q_start + torch.arange(self.queries, device=keys.device)[:, None]
         far = self.k_start + keys - place  # how far a key lies after its query
@@ -230,7 +231,28 @@ class Shown(NotATensor):
     @property
     def is_plain(self) -> bool:
         """Return whether no window, chunk, packed sample or block changes what is seen."""
-        return self.window is self.chunk is self.samples is self.blocks is None
+        return self.window is self.chunk is self.samples is self.blocks is self.pairs is None
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Return whether `attend` does not compute what the fields say: blocks of tokens, or packed samples with padding
+        or a cache."""
+        if self.samples is None:
+            return self.blocks is not None
+        return self.blocks is not None or self.hidden is not None or self.queries != self.keys
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Return what `pairs` makes. All layers of a forward share it."""
+        assert self.pairs is not None
+        if torch.compiler.is_compiling():  # which cannot trace the lock of cached_property
+            return self.pairs()
+        return self._layout
+
+    @cached_property
+    def _layout(self) -> BlockLayout:
+        assert self.pairs is not None
+        return self.pairs()
 
     @cached_property
     def real(self) -> tuple[Tensor | None, Tensor | None]:
@@ -267,9 +289,11 @@ class Shown(NotATensor):
         words = ["causal" if self.is_causal or self.queries == 1 else "bidirectional"]
         limits = ("window", self.window), ("after", self.after), ("chunk", self.chunk)
         words += [f"{name} {x}" for name, x in limits if x is not None]
-        if self.window is None and self.chunk is None:
+        if self.pairs is not None:
+            words = [f"a mask, {self.layout.density:.0%} of its blocks"]
+        elif self.window is None and self.chunk is None:
             words.append("all keys")
-        others = ("packed", self.samples), ("blocks", self.blocks), ("padded", self.hidden)
+        others = ("packed", self.samples), ("padded", self.hidden)
         words += [name for name, x in others if x is not None]
         return f"{', '.join(words)}: {self.queries:,} queries from {self.q_start:,} on, {self.keys:,} keys"
 
@@ -304,14 +328,14 @@ def _selection(real: Tensor) -> slice | Tensor:
 def read_mask(mask_function: Callable[..., Any]) -> Shown:
     """Return what a mask function of transformers shows.
 
-    Supported are combinations of causality, one window, chunks and packed samples, and causal masks with blocks of
-    tokens that see one another. Raises UnsupportedError for any other mask.
+    It reads combinations of causality, one window, chunks and packed samples, and such a mask with blocks of tokens
+    that see one another too. Raises UnsupportedError for any other mask.
     """
     limits = _limits(mask_function)
     before, after = limits.pop("before", None), limits.pop("after", None)
     if after == 0:
         return Shown(True, None if before is None else before + 1, **limits)
-    if (before is None) != (after is None) or "blocks" in limits:
+    if (before is None) != (after is None) or limits.keys() == {"blocks"}:
         raise _unknown(f"{before} keys before, {after} after a query")
     return Shown(False, before, None if after == before else after, **limits)
 
@@ -367,12 +391,10 @@ def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
 def _both(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the limits of a mask that combines masks by `and`; `parts`: their limits, from `_limits`.
 
-    Raises UnsupportedError if two masks set the same limit, other than `after`, or if one has `blocks` and another
-    limits more than `before`.
+    Raises UnsupportedError if two masks set the same limit, other than `after`, or if one shows `blocks` alone.
     """
     found: dict[str, Any] = {}
-    limited = [part for part in parts if "blocks" not in part]
-    if len(limited) < len(parts) and any(part.keys() - {"before"} for part in limited):
+    if any(part.keys() == {"blocks"} for part in parts):
         raise _unknown("blocks of tokens, limited further")
     for name, x in (item for part in parts for item in part.items()):
         if name == "after":
@@ -390,10 +412,10 @@ def _widest(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the limits of a mask that combines masks by `or`, where one of them shows what all the others show.
 
     Gemma 3 turns its decoder into an encoder in this way: it combines the causal mask with a window on both sides.
-    A causal mask and one with blocks give both their limits. `parts`: the masks' limits, from `_limits`. Raises
+    Any mask and one of blocks give both their limits. `parts`: the masks' limits, from `_limits`. Raises
     UnsupportedError for any other combination.
     """
-    if len(parts) == 2 and parts[0] == {"after": 0} and parts[1].keys() == {"blocks"}:
+    if len(parts) == 2 and parts[1].keys() == {"blocks"} and "blocks" not in parts[0]:
         return parts[0] | parts[1]
     reach = [tuple(part.get(name, math.inf) for name in ("before", "after")) for part in parts]
     widest = tuple(max(sides) for sides in zip(*reach, strict=True))
@@ -443,8 +465,10 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     """
     if shown.samples is not None:
         return _attend_packed(shown, q, k, v, options)
-    if shown.blocks is not None:
-        return _attend_blocks(shown, q, k, v, options)
+    if shown.pairs is not None:
+        out = attention(q, k, v, shown.layout, q_start=0, k_start=0, key_padding_mask=shown.hidden, **options)
+        assert isinstance(out, Tensor)
+        return out
     if shown.chunk is not None and shown.first_tokens is not None:
         if torch.compiler.is_compiling():  # then values cannot be looked at
             return _attend_aligned(shown, q, k, v, options)
@@ -530,50 +554,6 @@ def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict
     q, k, v = (permuted(x, order) for x in (q, k, v))
     out = attend(replace(shown, first_tokens=None, hidden=hidden), q, k, v, **options)
     return permuted(out, (place - first) % shown.keys).masked_fill((place < first)[..., None, None], 0)
-
-
-def _attend_blocks(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend from the rows of each block to the keys up to its end, within the window; from others as without blocks.
-    Rows of a block are computed twice, those of a common prefix once."""
-    assert shown.blocks is not None
-    runs = [(i, first, stop) for i, first, stop in _runs(shown.blocks) if stop - first > 1]
-    prefixes = {i: stop for i, first, stop in runs if first <= shown.q_start < stop}
-    common = min(min(prefixes.values()) - shown.q_start, shown.queries) if len(prefixes) == len(q) else 0
-    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype_of_products(q))
-    if common < shown.queries:
-        later = replace(shown, blocks=None, q_start=shown.q_start + common, queries=shown.queries - common)
-        out[:, common:] = attend(later, q[:, common:], k, v, **options)
-    for i, first, stop in runs:
-        begin, end = max(first, shown.q_start), min(stop, shown.q_start + shown.queries)
-        if begin >= end:
-            continue
-        if stop > shown.k_start + shown.keys:
-            raise UnsupportedError(f"a block of {stop - first} tokens, of which the cache has a part: {REMEDY}")
-        rows, keys = slice(begin - shown.q_start, end - shown.q_start), slice(0, stop - shown.k_start)
-        pattern = Dilated((stop,), (1,)) if shown.window is None else Window(shown.window - 1, stop)
-        found = attention(
-            q[i : i + 1, rows], k[i : i + 1, keys], v[i : i + 1, keys], pattern, q_start=begin, k_start=shown.k_start,
-            key_padding_mask=None if shown.hidden is None else shown.hidden[i : i + 1, keys], **options,
-        )  # fmt: skip
-        assert isinstance(found, Tensor)
-        out[i, rows] = found[0]
-    return out
-
-
-def _runs(blocks: Tensor) -> list[tuple[int, int, int]]:
-    """Return (row of the batch, first position, position after the last) of each block, such as an image.
-
-    `blocks`: `(batch, seq)`, the number of each token's block, below 0 for none. Raises UnsupportedError if the tokens
-    of a block are not contiguous.
-    """
-    found = []
-    for i, row in enumerate(blocks.tolist()):
-        edges = [p for p in range(len(row) + 1) if p in (0, len(row)) or row[p] != row[p - 1]]
-        runs = [(first, stop) for first, stop in itertools.pairwise(edges) if row[first] >= 0]
-        if len({row[first] for first, _ in runs}) < len(runs):
-            raise UnsupportedError(f"a block of tokens that lies in several places: {REMEDY}")
-        found += [(i, first, stop) for first, stop in runs]
-    return found
 
 
 def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:

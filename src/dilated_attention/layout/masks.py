@@ -18,7 +18,7 @@ from torch import Tensor
 from dilated_attention import checks
 from dilated_attention.layout.conversions import block_numbers
 from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, lists_of_keys, sort_keys
-from dilated_attention.torch_internals import mapped_indices
+from dilated_attention.torch_internals import mapped_indices, not_traced
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -137,15 +137,16 @@ class _Collected:
         found = [self.numbers.setdefault(mask, len(self.numbers)) for mask in _packed(shown)]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
 
-    def tables(self, lead: tuple[int, int]) -> Tables:
-        """Return the tables of a layout for `lead` = (batch elements, heads)."""
+    def tables(self, lead: tuple[int, int], finds_causality: bool = True) -> Tables:
+        """Return the tables of a layout for `lead` = (batch elements, heads). With `finds_causality` it is causal if
+        no later key is seen, and then blocks that show their lower triangle need no mask."""
         grid = self.grid
         if not self.blocks:
             return grid, lists_of_keys(grid, torch.empty(0, dtype=torch.int64, device="cpu"), lead), None, None
         blocks = torch.cat(self.blocks)
         kinds = torch.cat(self.kinds)
         is_lower = torch.cat(self.is_lower) & (kinds >= 0)
-        if not self.shows_later and bool(is_lower.any()):
+        if finds_causality and not self.shows_later and bool(is_lower.any()):
             grid = replace(grid, is_causal=True)
             kinds[is_lower] = -1
         blocks, order = blocks.sort()
@@ -161,10 +162,12 @@ class _Collected:
         return grid, lists_of_keys(grid, blocks, lead), kinds, bits.to(blocks.device)
 
 
+@not_traced
 def _packed(shown: Tensor) -> list[bytes]:
     return [mask.tobytes() for mask in np.packbits(shown.flatten(1).cpu().numpy(), axis=1)]
 
 
+@not_traced
 def _unpacked(packed: Sequence[bytes], grid: BlockGrid) -> Tensor:
     size = grid.q_block * grid.k_block
     rows = np.frombuffer(b"".join(packed), dtype=np.uint8).reshape(len(packed), -1)
@@ -200,23 +203,55 @@ def from_mask_mod(
         key = torch.arange(k_len, device=device)
         return _evaluated(mapped, torch.tensor(b, device=device), torch.tensor(h, device=device), query, key)
 
-    return _from_rows(rows, (q_len, k_len), lead, block_size)
+    return _from_rows(rows, (q_len, k_len), lead, block_size).tables(lead)
 
 
 def from_pairs(mask: Tensor, block_size: BlockSize) -> Tables:
     mask = mask[(None,) * (4 - mask.ndim)]
+    if not torch.compiler.is_compiling():
+        return _collected_of(mask, block_size).tables((mask.shape[0], mask.shape[1]))
+    grid = BlockGrid.of(mask.shape[3], block_size, False)
+    counts, indices, kinds, bits = torch.ops.dilated_attention.lists_of_pairs(mask, grid.q_block, grid.k_block)
+    return grid, (counts, indices), kinds, bits
 
+
+def _collected_of(mask: Tensor, block_size: BlockSize) -> _Collected:
     def rows(b: int, h: int, start: int, stop: int) -> Tensor:
         return mask[b, h, start:stop]
 
     return _from_rows(rows, (mask.shape[2], mask.shape[3]), (mask.shape[0], mask.shape[1]), block_size)
 
 
+torch.library.define(
+    "dilated_attention::lists_of_pairs", "(Tensor mask, int q_block, int k_block) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl("dilated_attention::lists_of_pairs", "CompositeExplicitAutograd")
+def _(mask: Tensor, q_block: int, k_block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (counts, indices, kinds, bits) of a layout that is not causal, for graphs."""
+    collected = _collected_of(mask, (q_block, k_block))
+    _, (counts, indices), kinds, bits = collected.tables((mask.shape[0], mask.shape[1]), finds_causality=False)
+    if kinds is None or bits is None:
+        kinds = torch.full_like(indices, -1)
+        bits = mask.new_empty(0, q_block, k_block)
+    return counts, indices, kinds, bits
+
+
+@torch.library.register_fake("dilated_attention::lists_of_pairs")
+def _(mask: Tensor, q_block: int, k_block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    blocks = torch.library.get_ctx().new_dynamic_size(min=0)
+    masks = torch.library.get_ctx().new_dynamic_size(min=0)
+    counts = mask.new_empty(*mask.shape[:2], -(-mask.shape[2] // q_block), dtype=torch.int64)
+    indices = mask.new_empty(blocks, dtype=torch.int64)
+    return counts, indices, torch.empty_like(indices), mask.new_empty(masks, q_block, k_block)
+
+
 def _from_rows(
     rows: Callable[[int, int, int, int], Tensor], size: tuple[int, int], lead: tuple[int, int], block_size: BlockSize
-) -> Tables:
-    """Make tables of a mask of `size` = (queries, keys), given a function that returns the rows start to stop of batch
-    element b and head h, booleans (stop - start, keys)."""
+) -> _Collected:
+    """Collect the blocks of a mask of `size` = (queries, keys), given a function that returns the rows start to stop of
+    batch element b and head h, booleans (stop - start, keys)."""
     queries, keys = size
     grid = BlockGrid.of(max(size), block_size, False)
     collected = _Collected(grid)
@@ -234,7 +269,7 @@ def _from_rows(
                 row, column = tiled.any(3).any(2).nonzero(as_tuple=True)
                 blocks = (first_row + start // grid.q_block + row) * grid.columns + column
                 collected.add(blocks, tiled[row, column])
-    return collected.tables(lead)
+    return collected
 
 
 def _mapped(mask_mod: MaskMod) -> MaskMod:
