@@ -252,16 +252,18 @@ def layouts_of(
         layout = call.layouts[0] if len(call.layouts) == 1 else by_length[count]
         own = None if layout.batch_size == 1 else sample
         length = layout.seq_len if call.placed else count
-        found[count] = _layout(layout, own, q.shape[2], length, call.is_causal, device or q.device)
+        heads = layout.num_heads
+        if heads > 1 and call.backend.lists_per_query_head:
+            heads = q.shape[2]
+        found[count] = _layout(layout, own, heads, length, call.is_causal, device or q.device)
     return found
 
 
 def _layout(
     layout: BlockLayout, sample: int | None, heads: int, length: int, is_causal: bool, device: torch.device
 ) -> BlockLayout:
-    """Return a layout's first `length` tokens on `device`, for one sample or (None) for all, from the cache. It has
-    lists for each of `heads` query heads, unless all heads share lists."""
-    heads = heads if layout.num_heads > 1 else 1
+    """Return a layout's first `length` tokens on `device`, with lists for `heads` heads, for one sample or (None) for
+    all, from the cache."""
 
     def make() -> BlockLayout:
         made = layout.select(batch=None if sample is None else [sample]).for_heads(heads).prefix(length)

@@ -42,6 +42,7 @@ class Backend:
         packs_samples: it computes all samples of a ragged call as one sequence with one plan.
         skips_rows: it never reads a hidden row of k and v, and it computes all samples of a padded batch with one plan,
             without the rows after their ends (`Problem.lengths`).
+        lists_per_query_head: it needs block lists for each query head, even where those of a KV head share them.
         details: what else `explain` should say about a call that it serves.
     """
 
@@ -57,6 +58,7 @@ class Backend:
     masks_over_mesh: bool = False
     packs_samples: bool = False
     skips_rows: bool = False
+    lists_per_query_head: bool = False
     details: Callable[[Facts], str] | None = None
 
     def why_not(self, facts: Facts) -> str | None:
@@ -84,6 +86,7 @@ _REGISTERED = (
     Backend(
         "native", "PyTorch's fused attention serves every device",
         native.refusal, lambda _: None, native.forward, native.backward, over_mesh=True, masks_over_mesh=True,
+        lists_per_query_head=True,
     ),
     Backend(
         "reference", "the definition, in double precision",
