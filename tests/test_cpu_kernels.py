@@ -193,7 +193,7 @@ class Forced:
 @five_and_seven
 class TestShapes(Forced):
     @both
-    @pytest.mark.parametrize("head_dim", [1, 16, 17, 31, 33, 64, 128, 250, 256])
+    @pytest.mark.parametrize("head_dim", [1, 16, 17, 31, 33, 64, 128, 250, 256, 301, 576])
     def test_head_dims(self, head_dim, dtype, is_causal):
         check_dilated(1, 90, 2, 1, head_dim, (50, 90), (1, 2), dtype, is_causal)
 
@@ -340,6 +340,33 @@ class TestFeatures(Forced):
             is_causal=is_causal,
             layouts={64: lists},
         )
+
+    @both
+    @pytest.mark.parametrize("shared", [False, True], ids=["per KV head", "shared"])
+    @pytest.mark.parametrize(
+        ("group", "q_block", "k_block", "head_dim"), [(3, 1, 1, 20), (16, 1, 1, 40), (6, 7, 1, 24), (40, 1, 16, 8)]
+    )
+    def test_query_heads_that_share_lists(self, group, q_block, k_block, head_dim, shared, is_causal, dtype):
+        """A tile holds them side by side, whatever the strides."""
+        lists = layout(67, q_block, k_block, is_causal, samples=2, heads=1 if shared else 2)
+        counts = lists.dense_mask().int().expand(2, 2, -1, -1)
+        q, k, v = tensors(2, 67, 2 * group, 2, head_dim, dtype)
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        plan, _ = dilated(67, 2, (67,), (1,))
+        options = {"is_causal": is_causal, "layouts": {67: lists}}
+        (launch,) = cpu.launches(problem(plan, **options), q, "queries")
+        assert launch.joined == (1 if launch.few else group)
+        check((q, k, v), [plan], counts, **options)
+        check((q[..., :1].expand_as(q), k, v), [plan], counts, **options)
+
+    def test_query_heads_with_lists_of_their_own_are_apart(self, dtype):
+        lists = layout(67, 1, 1, False, heads=4)
+        plan, _ = dilated(67, 2, (67,), (1,))
+        options = {"is_causal": False, "layouts": {67: lists}}
+        q, k, v = tensors(1, 67, 4, 2, 16, dtype)
+        (launch,) = cpu.launches(problem(plan, **options), q, "queries")
+        assert launch.joined == 1
+        check((q, k, v), [plan], lists.dense_mask()[0].int(), **options)
 
     @both
     def test_layouts_inside_strided_rows(self, is_causal, dtype):

@@ -16,7 +16,7 @@ from torch import Tensor
 from dilated_attention.backends import dropout, tiles
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.jobs import Launch, Launches, launch_of
-from dilated_attention.backends.problem import MOST_PREPARED, Problem, Repeat
+from dilated_attention.backends.problem import MOST_PREPARED, Layouts, Problem, Repeat
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import Shape, Side
 from dilated_attention.kernels.cpu import build
@@ -52,7 +52,7 @@ def refusal(facts: Facts) -> str | None:
     why = missing()
     if why is not None:
         return why
-    return tiles.refusal(facts)
+    return tiles.refusal(facts, MAX_HEAD_DIM)
 
 
 def on_request(facts: Facts) -> str | None:
@@ -172,7 +172,7 @@ def forward(
     out, lse = state
     arguments = _Arguments(problem, q, k, v)
     arguments.set(out=out, lse=lse)
-    for launch in launches(problem, q, "queries"):
+    for launch in launches(problem, q, "queries", forward=True):
         run("forward", arguments, launch)
     return out, lse
 
@@ -180,7 +180,7 @@ def forward(
 def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, int] | None:
     """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
     bytes of the tables that it keeps; None if these exceed `MOST_PREPARED`."""
-    found = launches(problem, q, "queries")
+    found = launches(problem, q, "queries", forward=True)
     nbytes = sum(x.table.lines.nbytes + x.jobs.nbytes for x in found)
     if nbytes > MOST_PREPARED:
         return None
@@ -270,6 +270,9 @@ def backward(
 
 # ---- launches
 
+MAX_HEAD_DIM = 576
+"""As wide as the keys of latent attention (DeepSeek's), whose 16 or more query heads share one KV head."""
+
 MAX_OWN = 256
 """The most rows per tile. Half as many cost 3 to 5 % more, and a multiple would not fit the second-level cache. With
 AMX tiles, the backward's additions to dq per tile weigh more: there, twice as many rows save a tenth."""
@@ -285,16 +288,22 @@ a guess)."""
 ROOM = 2**18
 """The bytes that a job of such a launch holds."""
 
+MOST_BY_BLOCK, LEAST_BLOCK, LEAST_LISTING = 16, 16, 16
+"""The most rows per tile, the fewest keys per block, and the fewest rows of a job that are expected to list a block,
+where kernels/cpu/by_block.h runs a forward."""
+
 
 def launches(
-    problem: Problem, q: Tensor, side: Side, *, owned: bool = False, which: tuple[int, ...] | None = None
-) -> tuple[Launch, ...]:
+    problem: Problem, q: Tensor, side: Side, *, owned: bool = False, which: tuple[int, ...] | None = None,
+    forward: bool = False,
+) -> tuple[Launch, ...]:  # fmt: skip
     """Return the launches of a problem, from the cache.
 
     Args:
         owned: group tiles into jobs so that no row is read by two jobs of the same launch.
         which: compute only the groups of these launches, given as positions in what `tiles.launched` returns for side
             "keys", even if `side` is "queries". None: all groups.
+        forward: they are those of the forward, which may run by block (`Launch`).
     """
     plan = problem.plan
     layouts = problem.layouts
@@ -305,12 +314,18 @@ def launches(
     if layouts is not None:
         blocks = tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
     own = _own(side, q, plan)
+    joinable = 1
+    if side == "queries" and layouts is not None:
+        joinable = _sharing(q.shape[2], plan, layouts)
     few = PROCESSOR.most_few(q.dtype)
     if side == "keys":
         vectors = 4
     else:
         vectors = 3 * q.shape[2] // max(1, plan.num_heads)
     together = max(1, ROOM // (4 * q.shape[-1] * vectors))
+    by_block = forward and layouts is not None and _fill_lanes(layouts, joinable, 3 * together)
+    if by_block:
+        together *= 3
 
     def make() -> Launches:
         shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
@@ -320,15 +335,41 @@ def launches(
             groups = chain.from_iterable([of_keys[i] for i in which])
             some = replace(plan, groups=tuple(groups))
         tables = tiles.tables(some, side, shape, layouts, q.device, join=False)
-        return Launches(plan, tuple(launch_of(side, owned, few, together, table) for table in tables))
+        return Launches(
+            plan, tuple(launch_of(side, owned, few, together, table, joinable, own, by_block) for table in tables)
+        )
 
-    key = "cpu", id(plan), blocks, side, owned, own, few, together, which
+    key = "cpu", id(plan), blocks, side, owned, own, few, together, which, joinable, by_block
     return plan_cache.get(key, make).launches
+
+
+def _sharing(heads: int, plan: Plan, layouts: Layouts) -> int:
+    """Return the number of query heads per KV head if they share their lists, else 1; `heads`: of all query heads."""
+    group = heads // plan.num_heads
+    if all(heads // layout.num_heads % group == 0 for layout in layouts.values()):
+        return group
+    return 1
+
+
+def _fill_lanes(layouts: Layouts, joined: int, together: int) -> bool:
+    """Return whether the rows of `together` tiles that list a block, with `joined` heads side by side, are expected to
+    fill the lanes that one tile leaves empty: kernels/cpu/by_block.h gathers the block once for all of them."""
+    for layout in layouts.values():
+        rows = layout.q_block * joined
+        listing = (
+            layout.nnz
+            / max(1, (layout.indptr.numel() - layout.batch_size * layout.num_heads) * layout.key_blocks)
+            * together
+            * rows
+        )
+        if rows > MOST_BY_BLOCK or layout.k_block < LEAST_BLOCK or listing < LEAST_LISTING:
+            return False
+    return True
 
 
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
     """Return the rows per tile: MAX_OWN, or 2 MAX_OWN for tiles of keys (`side`) with AMX. Halve this, once, if
-    head_dim exceeds 128 or the rows would fill fewer than 32 tiles."""
+    head_dim exceeds 128 or the rows would fill fewer than 32 tiles; halve it again if head_dim exceeds 256."""
     rows = 0
     for group in plan.groups:
         held = group.queries if side == "queries" else group.keys
@@ -338,6 +379,8 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
     if side == "keys" and PROCESSOR.in_tiles(q.dtype):
         most = 2 * MAX_OWN
     if q.shape[-1] > 128 or rows * q.shape[0] < 32 * most:
+        most //= 2
+    if q.shape[-1] > 256:
         most //= 2
     return most
 
@@ -351,7 +394,7 @@ _POINTERS = (
 _INTEGERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh", "vsb", "vsn", "vsh", "dsb", "dsn", "dsh",
     "job_count", "spans", "own", "lsb", "lsh", "LH", "size", "kwn", "kwh", "threshold", "add_dq", "add_dkdv", "few",
-    "threads",
+    "joined", "by_block", "threads",
 )  # fmt: skip
 
 
@@ -434,7 +477,7 @@ class _Arguments:
         table = launch.table
         self.set(
             lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,
-            few=launch.few,
+            few=launch.few, joined=launch.joined, by_block=launch.by_block,
         )  # fmt: skip
         if self.layouts is None or table.count is None:
             self.set(indptr=None, indices=None)

@@ -28,6 +28,9 @@ class Launch:
         weights: the score entries of each job, roughly.
         few: whether the tiles are small enough for kernels/cpu/few.h. That kernel must not get owned jobs.
         rows: the most rows that a thread holds at once: those of a tile, or for kernels/cpu/few.h those of a job.
+        joined: how many query heads of a token a tile of queries holds side by side: all of a KV head, which share a
+            list, or 1.
+        by_block: whether kernels/cpu/by_block.h runs the tiles. `rows` are then those of a job, too.
     """
 
     side: Side
@@ -36,6 +39,8 @@ class Launch:
     weights: np.ndarray
     few: bool
     rows: int
+    joined: int
+    by_block: bool = False
 
     def idle(self, threads: int, batch: int) -> float:
         """Estimate the time of the launch if each free thread takes the next job; 1.0: threads are evenly loaded."""
@@ -62,18 +67,33 @@ class Launches:
         return sum(x.table.lines.nbytes + x.jobs.nbytes + x.weights.nbytes + 512 for x in self.launches)
 
 
-def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tiles.Table) -> Launch:
+def launch_of(
+    side: Side, owned: bool, most_few: int, together: int, table: tiles.Table, joinable: int = 1, most: int = 0,
+    by_block: bool = False,
+) -> Launch:  # fmt: skip
     """Group the tiles of a table into jobs for threads, order them (see `Launch.jobs`), and return the launch.
 
     Args:
         owned: group tiles into jobs such that no row is seen by tiles of two jobs: a job may then add to the rows that
-            it sees. If not, a job is one tile, or up to `together` tiles in a launch that is `few`.
-        most_few: the most rows per tile of a launch that is `few`, owned or not (see `Launch`).
+            it sees. If not, a job is one tile, or up to `together` tiles in a launch that is `few` or `by_block`.
+        most_few: the most rows per tile of a launch that is `few`, owned or not (see `Launch`). Twice as many if they
+            are of several heads, which then read the same keys.
+        joinable: how many query heads share the list of a tile of queries. They are `joined` if they have more rows
+            than a launch that is `few`, and at most `most`.
+        by_block: see `Launch`.
     """
     lines = table.lines.numpy()
     weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
     rows = int(lines[:, tiles.ROWS].max(initial=0))
     few = rows <= most_few
+    joined = 1
+    if by_block:
+        few = False
+        joined = joinable
+    elif joinable > 1 and rows * joinable <= most:
+        few = rows * joinable <= 2 * most_few
+        if not few:
+            joined = joinable
 
     size = 1
     if owned:
@@ -86,13 +106,13 @@ def launch_of(side: Side, owned: bool, most_few: int, together: int, table: tile
         near, far = (lines[:, edges].astype(np.int64) for edges in tiles.EDGES)
         narrow = (abs(near - far) < NEARBY).all(1)
         order = np.lexsort((*shorter, lines[:, tiles.HEAD], narrow * lines[:, tiles.START] // NEARBY, longest))
-        if few:
+        if few or by_block:
             size = max(1, min(together, len(lines) // 64))
         jobs = np.append(np.arange(0, len(lines), size), len(lines))
 
     weights = np.add.reduceat(weights[order], jobs[:-1])
     ordered = replace(table, lines=torch.from_numpy(lines[order]))
-    return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * size)
+    return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * joined * size, joined, by_block)
 
 
 def _owners(lines: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -50,12 +50,12 @@ MAX_PERIOD = 512
 MAX_EXTRA_STEPS = 1.05
 
 
-def refusal(facts: Facts) -> str | None:
-    """Return why no kernel that reads these tables can serve a call; None if one can."""
+def refusal(facts: Facts, most: int = MAX_HEAD_DIM) -> str | None:
+    """Return why no kernel that reads these tables can serve a call; None if one can. `most`: its greatest head_dim."""
     if facts.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
-    if facts.head_dim > MAX_HEAD_DIM:
-        return f"the kernels need a head_dim of at most {MAX_HEAD_DIM}; got {facts.head_dim}"
+    if facts.head_dim > most:
+        return f"the kernels need a head_dim of at most {most}; got {facts.head_dim}"
     if "masks inside blocks" in facts.needs:
         return "the kernels read no masks inside blocks; native does"
     if facts.seq_len > MAX_TOKENS:

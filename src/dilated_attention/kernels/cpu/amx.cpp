@@ -3,6 +3,7 @@
 #include "amx.h"
 
 #include "backward.h"
+#include "by_block.h"
 #include "forward.h"
 #include "kernels.h"
 #include "threads.h"
@@ -18,7 +19,8 @@ template <class Tiles, class Element, int HALVES>
 int run_in_tiles(Kernel kernel, int64_t type, const Call &call) {
   switch (kernel) {
     case Kernel::forward:
-      return compute_in_tiles<Tiles, Forward<Element, InTiles<Tiles, HALVES>>>(call);
+      return call.by_block ? compute_in_tiles<Tiles, ForwardByBlock<Element, InTiles<Tiles, HALVES>>>(call)
+                           : compute_in_tiles<Tiles, Forward<Element, InTiles<Tiles, HALVES>>>(call);
     case Kernel::stats:
       return run_avx512(kernel, type, call);
     case Kernel::dq:

@@ -44,19 +44,20 @@ class BackwardDq {
         own(round_up(call.own, LANES)),
         kept(call, chunks(call, call.M), CHUNK * 2 * shape.stride + shape.values) {}
 
-  int64_t count() const { return call.job_count * call.B * call.G; }
+  int64_t count() const { return call.job_count * call.B * query_heads; }
   int64_t floats() const {
-    return kept.floats() + own * (2 * shape.stride + shape.columns + 8) + CHUNK * (2 * LANES + 2) + 16 * WIDTH;
+    return kept.floats() + own * (2 * shape.stride + shape.columns + 14) + CHUNK * (2 * LANES + 2) + 16 * WIDTH;
   }
 
   void begin(float *memory) const { kept.clear(memory); }
 
   void operator()(int64_t work, float *memory) const {
-    for_each_tile(call, work, call.G, [&](const Task &task, const Task &next) { compute(task, next, memory); });
+    for_each_tile(call, work, query_heads, [&](const Task &task, const Task &next) { compute(task, next, memory); });
   }
 
  private:
   const Call &call;
+  const int64_t query_heads = call.G / call.joined;  // or groups of them
   const Inputs<Element> inputs{call};
   const Operands<Arithmetic> shape;
   const int64_t own;
@@ -67,11 +68,12 @@ class BackwardDq {
     Parts parts(memory + kept.floats());
     const Tile &tile = *task.tile;
     const int64_t b = task.b, h = tile.head, n = h * call.G + task.g, heads = call.H * call.G;
-    const int rows = rows_in(call, b, tile);
+    const int joined = int(call.joined), rows = rows_in(call, b, tile) * joined;
     if (rows == 0) return;
-    int64_t *token = parts.take<int64_t>(own);
+    int64_t *token = parts.take<int64_t>(own), *at = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
+    int64_t *dout_at = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
-    for (int i = 0; i < own; i++) token[i] = tile.start + int64_t(i) * tile.stride, row[i] = i;
+    for (int i = 0; i < own; i++) row[i] = i / joined, token[i] = tile.start + int64_t(row[i]) * tile.stride;
     const Held held{rows, token, row};
     float *q = parts.take(own * shape.stride), *dout = parts.take(own * shape.stride);
     float *dq = parts.take(own * shape.columns), *lse = parts.take(own), *delta = parts.take(own);
@@ -79,20 +81,26 @@ class BackwardDq {
     int32_t *word = parts.take<int32_t>(CHUNK);
 
     const auto K = inputs.k(b, h), V = inputs.v(b, h);
-    shape.gather_lanes(inputs.q(b, n), token, rows, q);
-    shape.gather_lanes(inputs.dout(b, n), token, rows, dout);
-    read_stats(inputs.stats(b, n), token, rows, round_up(rows, LANES), lse, delta);
+    const auto Q = side_by_side(inputs.q(b, n), call.qsh, joined, token, rows, q_at);
+    const auto dO = side_by_side(inputs.dout(b, n), call.dsh, joined, token, rows, dout_at);
+    shape.gather_lanes(Q, q_at, rows, q);
+    shape.gather_lanes(dO, dout_at, rows, dout);
+    const auto stats = side_by_side(inputs.stats(b, n), 2, joined, token, rows, at);
+    read_stats(stats, at, rows, round_up(rows, LANES), lse, delta);
     const int64_t sums = round_up(rows, LANES) * shape.columns;
     for (int64_t i = 0; i < sums; i += WIDTH) store(dq + i, zeros());
     const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
                       float(call.keep_scale)};
-    if (words.any) read_query_words(call, b, n, token, rows, first, second);
+    if (words.any) read_query_words(call, b, n, token, rows, first, second, joined);
 
     const auto with_gradient = [&](auto body) {
-      with_rows<Element>(call.dq, call.add_dq, b, n, call.N, heads, call.D, body);
+      with_rows<Element>(call.dq, call.add_dq, b, n, call.N, heads, call.D, [&](auto to, bool add) {
+        if (joined > 1) to.step = call.D;
+        body(to, add);
+      });
     };
     for_each_chunk<Side::queries>(inputs, kept, memory, task, next, [&](const Chunk &chunk, Ahead &ahead, bool last) {
-      if (last) with_gradient([&](auto to, bool) { ahead.add(to, call.D, token, rows); });
+      if (last) with_gradient([&](auto to, bool) { ahead.add(to, call.D, at, rows); });
       Kept::Slot &slot = kept.find(memory, chunk, b, h);
       Parts rows(slot.rows);
       Word *k_values = rows.take(shape.values), *k = rows.take(CHUNK * shape.stride);
@@ -104,17 +112,17 @@ class BackwardDq {
       const Word *scores = shape.scores_of(slot.finite, k, k_values);
       if (words.any) read_key_words(call, h, chunk.token, chunk.count, word);
       for (int group = 0; group < held.groups(); group++) {
-        const int64_t at = group * LANES;
+        const int64_t lane = group * LANES;
         ahead.ask(group, held.groups());
         const auto attend = [&](auto capped) {
-          attend_dq<capped()>(shape, q + at * shape.stride, dout + at * shape.stride, scores, v, k_values, lse + at,
-                              delta + at, dq + at * shape.columns, held, group, chunk, scaling, words, s, dp);
+          attend_dq<capped()>(shape, q + lane * shape.stride, dout + lane * shape.stride, scores, v, k_values,
+                              lse + lane, delta + lane, dq + lane * shape.columns, held, group, chunk, scaling, words, s, dp);
         };
         scaling.capped ? attend(std::true_type()) : attend(std::false_type());
       }
     });
     for (int i = 0; i < rows; i++) lse[i] = float(call.scores.scale);
-    with_gradient([&](auto to, bool add) { shape.write_sums(dq, lse, to, token, rows, add); });
+    with_gradient([&](auto to, bool add) { shape.write_sums(dq, lse, to, at, rows, add); });
   }
 };
 

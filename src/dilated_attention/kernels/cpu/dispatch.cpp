@@ -109,7 +109,7 @@ const char *dilated_attention_call_fields() {
           AT(indices) AT(hidden) AT(lengths) AT(query_words) AT(key_words) AT(B) AT(N) AT(M) AT(H) AT(G) AT(D) AT(qsb)
               AT(qsn) AT(qsh) AT(ksb) AT(ksn) AT(ksh) AT(vsb) AT(vsn) AT(vsh) AT(dsb) AT(dsn) AT(dsh) AT(job_count)
                   AT(spans) AT(own) AT(lsb) AT(lsh) AT(LH) AT(size) AT(kwn) AT(kwh) AT(threshold) AT(add_dq)
-                      AT(add_dkdv) AT(few) AT(threads) AT(keep_scale) AT(scores) " size " +
+                      AT(add_dkdv) AT(few) AT(joined) AT(by_block) AT(threads) AT(keep_scale) AT(scores) " size " +
       std::to_string(sizeof(Call));
 #undef AT
   return fields.c_str();

@@ -18,18 +18,19 @@ class Forward {
         own(round_up(call.own, LANES)),
         kept(call, chunks(call, call.M), CHUNK * shape.stride + shape.values) {}
 
-  int64_t count() const { return call.job_count * call.B * call.G; }
+  int64_t count() const { return call.job_count * call.B * query_heads; }
   int64_t floats() const {
-    return kept.floats() + own * (shape.stride + shape.columns + 8) + CHUNK * (LANES + 2) + 16 * WIDTH;
+    return kept.floats() + own * (shape.stride + shape.columns + 12) + CHUNK * (LANES + 2) + 16 * WIDTH;
   }
   void begin(float *memory) const { kept.clear(memory); }
 
   void operator()(int64_t work, float *memory) const {
-    for_each_tile(call, work, call.G, [&](const Task &task, const Task &next) { compute(task, next, memory); });
+    for_each_tile(call, work, query_heads, [&](const Task &task, const Task &next) { compute(task, next, memory); });
   }
 
  private:
   const Call &call;
+  const int64_t query_heads = call.G / call.joined;  // or groups of them
   const Inputs<Element> inputs{call};
   const Operands<Arithmetic> shape;
   const int64_t own;
@@ -40,32 +41,33 @@ class Forward {
     Parts parts(memory + kept.floats());
     const Tile &tile = *task.tile;
     const int64_t b = task.b, h = tile.head, n = h * call.G + task.g, heads = call.H * call.G;
-    const int rows = rows_in(call, b, tile);
-    int64_t *token = parts.take<int64_t>(own);
+    const int joined = int(call.joined), rows = rows_in(call, b, tile) * joined;
+    int64_t *token = parts.take<int64_t>(own), *at = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *a = parts.take<int32_t>(own), *w = parts.take<int32_t>(own);
-    for (int i = 0; i < own; i++) token[i] = tile.start + int64_t(i) * tile.stride, row[i] = i;
+    for (int i = 0; i < own; i++) row[i] = i / joined, token[i] = tile.start + int64_t(row[i]) * tile.stride;
     const Held held{rows, token, row};
     float *q = parts.take(own * shape.stride), *m = parts.take(own), *z = parts.take(own);
     float *acc = parts.take(own * shape.columns);
     float *s = parts.take(CHUNK * LANES);
     int32_t *x = parts.take<int32_t>(CHUNK);
 
-    const auto out = head_of<Element>(call.out, b, n, call.N, heads, call.D);
-    const Rows<float> lse{call.lse + b * call.N * heads + n, heads};
-    for (int i = rows; i < tile.rows; i++) {
-      *lse[token[i]] = -INF;
-      std::memset(static_cast<void *>(out[token[i]]), 0, call.D * sizeof(Element));
+    const auto out = side_by_side(head_of<Element>(call.out, b, n, call.N, heads, call.D), call.D, joined, token, own, at);
+    const Rows<float> lse{call.lse + b * call.N * heads + n, joined == 1 ? heads : 1};
+    for (int i = rows; i < tile.rows * joined; i++) {
+      *lse[at[i]] = -INF;
+      std::memset(static_cast<void *>(out[at[i]]), 0, call.D * sizeof(Element));
     }
     if (rows == 0) return;
 
     const auto K = inputs.k(b, h), V = inputs.v(b, h);
-    shape.gather_lanes(inputs.q(b, n), token, rows, q);
-    prepare(tile, rows, out, lse, token, m, z, acc);
+    const auto Q = side_by_side(inputs.q(b, n), call.qsh, joined, token, rows, q_at);
+    shape.gather_lanes(Q, q_at, rows, q);
+    prepare(tile, rows, out, lse, at, m, z, acc);
     const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
-    if (words.any) read_query_words(call, b, n, token, rows, a, w);
+    if (words.any) read_query_words(call, b, n, token, rows, a, w, joined);
 
     for_each_chunk<Side::queries>(inputs, kept, memory, task, next, [&](const Chunk &chunk, Ahead &ahead, bool last) {
-      if (last) ahead.add(out, call.D, token, rows);
+      if (last) ahead.add(out, call.D, at, rows);
       Kept::Slot &slot = kept.find(memory, chunk, b, h);
       Word *k = slot.rows, *v = slot.rows + CHUNK * shape.stride;
       if (!slot.known) {
@@ -74,32 +76,32 @@ class Forward {
       }
       if (words.any) read_key_words(call, h, chunk.token, chunk.count, x);
       for (int group = 0; group < held.groups(); group++) {
-        const int64_t at = group * LANES;
+        const int64_t lane = group * LANES;
         ahead.ask(group, held.groups());
-        attend(shape, q + at * shape.stride, k, v, {m + at, z + at, acc + at * shape.columns}, held, group, chunk,
+        attend(shape, q + lane * shape.stride, k, v, {m + lane, z + lane, acc + lane * shape.columns}, held, group, chunk,
                scaling, words, s);
-        if (!slot.finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + at * shape.columns);
+        if (!slot.finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + lane * shape.columns);
       }
     });
 
     // finish: out = acc / z, lse = m + log z; rows that saw nothing get 0 and -infinity, a NaN stays one.
     for (int i = 0; i < rows; i++) {
-      *lse[token[i]] = z[i] == 0 ? -INF : m[i] * LN2 + std::log(z[i]);
+      *lse[at[i]] = z[i] == 0 ? -INF : m[i] * LN2 + std::log(z[i]);
       z[i] = z[i] == 0 ? 0 : 1 / z[i];
     }
-    shape.write_sums(acc, z, out, token, rows, false);
+    shape.write_sums(acc, z, out, at, rows, false);
   }
 
   // What an earlier launch left, or nothing; then the phantoms, keys of score and value 0.
-  void prepare(const Tile &tile, int rows, Rows<Element> out, Rows<float> lse, const int64_t *token, float *m,
-               float *z, float *acc) const {
+  void prepare(const Tile &tile, int rows, Rows<Element> out, Rows<float> lse, const int64_t *at, float *m, float *z,
+               float *acc) const {
     const int64_t sums = round_up(rows, LANES) * shape.columns;
     if (tile.first)
       for (int64_t i = 0; i < sums; i += WIDTH) store(acc + i, zeros());
     else
-      shape.read_sums(out, token, rows, acc);
+      shape.read_sums(out, at, rows, acc);
     for (int i = 0; i < round_up(rows, LANES); i++) {
-      m[i] = tile.first || i >= rows ? -INF : *lse[token[i]] * LOG2E;
+      m[i] = tile.first || i >= rows ? -INF : *lse[at[i]] * LOG2E;
       z[i] = m[i] != -INF;
     }
     if (tile.phantoms == 0) return;
@@ -110,8 +112,8 @@ class Forward {
       store(m + i, top);
       store(z + i, multiply_add(load(z + i), decay, phantoms));
       for (int d = 0; d < shape.columns; d++) {
-        float *at = acc + (i / LANES * shape.columns + d) * LANES + i % LANES;
-        store(at, load(at) * decay);
+        float *sum = acc + (i / LANES * shape.columns + d) * LANES + i % LANES;
+        store(sum, load(sum) * decay);
       }
     }
   }

@@ -1,6 +1,7 @@
 // Products of bfloat16 elements, summed in float32. Each instruction set that has such products compiles its own.
 #pragma once
 #include "backward.h"
+#include "by_block.h"
 #include "forward.h"
 #include "kernels.h"
 #include "threads.h"
@@ -14,7 +15,10 @@ int run_in_bfloat16(Kernel kernel, int64_t type, const Call &call,
   if (Type(type) != Type::bfloat16) return 2;
   switch (kernel) {
     case Kernel::forward:
-      return compute(Forward<BFloat16, InBFloat16>(call), call.threads) ? 0 : 1;
+      return (call.by_block ? compute(ForwardByBlock<BFloat16, InBFloat16>(call), call.threads)
+                            : compute(Forward<BFloat16, InBFloat16>(call), call.threads))
+                 ? 0
+                 : 1;
     case Kernel::stats:
       return run_stats(kernel, type, call);
     case Kernel::dq:

@@ -1,6 +1,7 @@
 // Products in float32, whatever the type of the elements; and tiles of few rows. Each instruction set compiles its own.
 #pragma once
 #include "backward.h"
+#include "by_block.h"
 #include "few.h"
 #include "forward.h"
 #include "kernels.h"
@@ -12,8 +13,9 @@ template <class Element>
 bool run_on(Kernel kernel, const Call &call) {
   switch (kernel) {
     case Kernel::forward:
-      return call.few ? compute(Few<Element, Kernel::forward>(call), call.threads)
-                      : compute(Forward<Element, InFloat32>(call), call.threads);
+      return call.few        ? compute(Few<Element, Kernel::forward>(call), call.threads)
+             : call.by_block ? compute(ForwardByBlock<Element, InFloat32>(call), call.threads)
+                             : compute(Forward<Element, InFloat32>(call), call.threads);
     case Kernel::stats:
       return compute(Stats<Element>(call), call.threads);
     case Kernel::dq:

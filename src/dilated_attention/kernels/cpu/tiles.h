@@ -2,6 +2,7 @@
 // what a thread keeps of it, and where rows, words and statistics lie.
 #pragma once
 #include <algorithm>
+#include <numeric>
 
 #include "online.h"
 #include "threads.h"
@@ -361,12 +362,23 @@ void for_each_chunk(const Inputs<Element> &inputs, const Kept &kept, float *memo
   }
 }
 
-// The words of dropout of some tokens: two of a query, one of a key.
+// Rows of `joined` heads, side by side: row i is that of tokens[i] and head i % joined, which lie `head` elements apart.
+// Writes where each row lies in what it returns.
+template <class Element>
+Rows<Element> side_by_side(Rows<Element> x, int64_t head, int64_t joined, const int64_t *tokens, int64_t count,
+                           int64_t *at) {
+  const int64_t step = joined == 1 ? x.step : most(1, std::gcd(x.step, head));
+  const int64_t per_token = joined == 1 ? 1 : x.step / step, per_head = joined == 1 ? 0 : head / step;
+  for (int64_t i = 0; i < count; i++) at[i] = tokens[i] * per_token + i % joined * per_head;
+  return {x.base, step};
+}
+
+// The words of dropout of some tokens: two of a query, one of a key. Row i of queries is of head n + i % joined.
 inline void read_query_words(const Call &call, int64_t b, int64_t n, const int64_t *token, int count, int32_t *first,
-                             int32_t *second) {
+                             int32_t *second, int64_t joined = 1) {
   const int64_t heads = call.H * call.G;
   for (int i = 0; i < count; i++) {
-    const int32_t *words = call.query_words + 2 * ((b * call.N + token[i]) * heads + n);
+    const int32_t *words = call.query_words + 2 * ((b * call.N + token[i]) * heads + n + i % joined);
     first[i] = words[0], second[i] = words[1];
   }
 }
