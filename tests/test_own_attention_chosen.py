@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from dilated_attention import UnsupportedError
-from dilated_attention.integrations import chosen_keys
+from dilated_attention.integrations import chosen_keys, index_scores
 from dilated_attention.integrations.chosen_keys import as_listed, attend_chosen
 from dilated_attention.integrations.huggingface import NAME, dilate, report
 from dilated_attention.integrations.own_attention import Chosen, Rows, Shown
@@ -133,39 +133,45 @@ def _many_heads(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     return models[0], models[1]
 
 
+@pytest.fixture
+def tiles(monkeypatch) -> list[tuple[int, int]]:
+    """Make indexers compute tiles of their scores for seven queries; return a list of their (queries, keys)."""
+    sizes = []
+    compute = index_scores._Index._tiles
+
+    def counted(index, keys, sample, at):
+        sizes.append((at.stop - at.start, len(keys)))
+        return compute(index, keys, sample, at)
+
+    monkeypatch.setattr(chosen_keys, "SCORES", 0)
+    monkeypatch.setattr(index_scores, "KEYS", 16)
+    monkeypatch.setattr(index_scores, "TILE", 7 * 16 * MANY["index_n_heads"])
+    monkeypatch.setattr(index_scores._Index, "_tiles", counted)
+    return sizes
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4", "dots3_note", "axk2"])
-def test_an_indexer_in_slices(family, side, monkeypatch):
-    """Loss and gradients are those of eager mode where the indexer scores seven queries at a time."""
-    monkeypatch.setattr(chosen_keys, "SCORES", 7 * 2 * TOKENS * MANY["index_n_heads"])
-    scored = []
-    theirs = torch.nn.functional.relu
-
-    def relu(x, *args):
-        scored.append(x.shape)
-        return theirs(x, *args)
-
+def test_an_indexer_in_tiles(family, side, tiles):
+    """Outputs and gradients are those of eager mode."""
+    real = _padded(side).bool()
     results = []
     for model in _many_heads(family):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.nn.functional, "relu", relu)
-            scored.clear()
-            out = model(input_ids=_tokens(), attention_mask=_padded(side), use_cache=False)
+        out = model(input_ids=_tokens(), attention_mask=_padded(side), use_cache=False)
         out = out.logits if "logits" in out else out.last_hidden_state
-        out[_padded(side).bool()].sin().sum().backward()
-        results.append((out, torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])))
-    assert scored
-    assert max(shape[1] for shape in scored) == 7
-    real = _padded(side).bool()
-    torch.testing.assert_close(results[1][0][real], results[0][0][real], rtol=0, atol=1e-5)
+        out[real].sin().sum().backward()
+        results.append((out[real], torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])))
+    assert max(tiles) == (7, 42)
+    assert min(tiles) == (1, TOKENS)
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)
     assert relative_error(results[1][1], results[0][1]) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("family", ["deepseek_v32", "hy_v4", "qwen4_exp"])
-def test_an_indexer_in_slices_over_a_cache(family, kind, monkeypatch):
-    """The cache holds the same keys afterwards: later tokens get the same."""
-    monkeypatch.setattr(chosen_keys, "SCORES", 7 * 2 * TOKENS * (1 if family == "qwen4_exp" else MANY["index_n_heads"]))
+def test_an_indexer_in_parts_over_a_cache(family, kind, monkeypatch, tiles):
+    """Also one that scores one query at a time. The cache holds the same keys afterwards: later tokens get the same."""
+    monkeypatch.setattr(chosen_keys, "SCORES", 7 * 2 * TOKENS if family == "qwen4_exp" else 0)
     models = _many_heads(family) if family != "qwen4_exp" else [build(family, x) for x in ("eager", NAME)]
     logits = []
     for model in models:
@@ -181,6 +187,42 @@ def test_an_indexer_in_slices_over_a_cache(family, kind, monkeypatch):
                 start += size
         logits.append(torch.cat(parts, 1))
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)
+    assert bool(tiles) == (family != "qwen4_exp")
+
+
+def test_an_indexer_lists_the_keys_that_score_most(tiles):
+    """The lists are those of the indexer's own forward, up to their order, in every row that has as many keys. Others
+    name all keys of their slice: the mask hides those after the query."""
+    model = _many_heads("deepseek_v32")[1]
+    indexer = model.model.layers[0].self_attn.indexer
+    x = torch.randn(2, TOKENS, 32)
+    angles = torch.randn(1, TOKENS, 8)
+    inputs = (x, torch.randn(2, TOKENS, 16), (angles.cos(), angles.sin()))
+    rows = Rows(Shown(True, queries=TOKENS, keys=TOKENS))
+    found = indexer(*inputs, rows, None).sort(-1).values
+    expected = type(indexer).forward(indexer, *inputs, ~~rows, None).sort(-1).values
+    assert torch.equal(found[:, 7:], expected[:, 7:])
+    assert torch.equal(found[:, 2], torch.arange(-1, 7, dtype=torch.int32).expand(2, -1))
+
+
+def _unlike(keys):
+    yield lambda: keys.softmax(-1)
+    yield lambda: keys + 1
+    yield lambda: torch.matmul(torch.randn(1, 2, 3, 4), keys)
+    products = torch.matmul(torch.randn(1, 2, 3, 4), keys.transpose(-1, -2).float().unsqueeze(1))
+    yield lambda: products * -1.0
+    yield lambda: torch.sigmoid(products)
+    yield lambda: torch.matmul(torch.randn(1, 2, 1, 3), products)
+    index = torch.matmul(torch.randn(1, 2, 1, 3), torch.nn.functional.relu(products))
+    yield lambda: index.topk(1)
+    yield lambda: index.masked_fill(torch.zeros(2, 2, dtype=torch.bool), -torch.inf)
+    yield lambda: index.sum(-1)
+
+
+def test_an_unknown_way_to_score_keys_is_refused():
+    for operation in _unlike(index_scores.IndexKeys(torch.randn(1, 2, 4))):
+        with pytest.raises((UnsupportedError, TypeError)):
+            operation()
 
 
 @pytest.mark.parametrize("family", CHOOSING)

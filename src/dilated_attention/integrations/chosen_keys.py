@@ -10,8 +10,8 @@ into a mask over pairs for its own implementations, and hands them to others in 
 - In a bias of compressed keys, which lie behind the layer's own keys (DeepSeek-V4). `serve` keeps it for
   `with_compressed`.
 
-`serve` also makes indexers of DeepSeek's form score some queries at a time, so that their memory is linear in the
-number of tokens. What it overrides does what transformers' code does as soon as the model has another implementation.
+`serve` also makes indexers of DeepSeek's form compute tiles of their scores, so that their memory is linear in the
+number of tokens (`index_scores`). As soon as the model has another implementation, transformers' code runs again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from dilated_attention import BlockLayout, UnsupportedError, attention
 from dilated_attention.decoding import listed_attention
+from dilated_attention.integrations.index_scores import IndexKeys, IndexMask
 from dilated_attention.integrations.own_attention import NAME, Chosen, Rows, Shown
 
 SCORES = 2**23
@@ -72,8 +73,8 @@ def _require_blocks_from_the_start(module: nn.Module, shown: Shown) -> None:
         found = "padding before tokens"
     if found:
         raise UnsupportedError(
-            f"{type(module).__name__} chooses blocks of keys, which transformers counts from the start of each row; "
-            f"got {found}: pad on the right"
+            f"{type(module).__name__} chooses blocks of keys, which transformers counts from the start of a row; got "
+            f"{found}: pad on the right"
         )
 
 
@@ -145,7 +146,7 @@ def serve(model: nn.Module) -> None:
             _override(module.compressor, partial(_keep_bias, module))
         elif kind.__name__.endswith("Indexer"):
             source = inspect.getsource(kind.forward)
-            if all(part in source for part in _SLICED):
+            if all(part in source for part in _DEEPSEEK_FORM):
                 _override(module, partial(_lists_of_topk, module))
             elif "selected_token_mask" in source:
                 _override(module, partial(_lists_of_selected, module))
@@ -156,9 +157,8 @@ def _override(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.__dict__.setdefault("forward", forward)
 
 
-_SLICED = "update_indexer(k, self.layer_idx)", "~attention_mask", "return index_scores.topk(topk, dim=-1).indices"
-"""Code of indexers of DeepSeek's form, which give some queries what they give all of them: they cache plain keys, hide
-keys by the mask, and list the keys with the largest scores."""
+_DEEPSEEK_FORM = "= F.relu(scores)", "update_indexer(k, self.layer_idx)", "index_scores.topk(topk, dim=-1).indices"
+"""Code of indexers of DeepSeek's form."""
 
 
 def _lists_in_a_mask(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,8 @@ def _lists_in_a_mask(layer: Any, *args: Any, **kwargs: Any) -> Any:
 def _lists_of_selected(indexer: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the lists of which a Qwen4 indexer makes its mask over pairs, as `Chosen`.
 
-    The indexer's own forward runs over slices of queries, as in `_lists_of_topk`. It gets rotary tables of all keys.
+    The indexer's own forward runs over one slice of queries after another, with the keys so far, as over a prompt in
+    chunks. It scores one query at a time.
     """
     theirs, given = _bound(indexer, args, kwargs)
     shown = given["attention_mask"]
@@ -245,23 +246,37 @@ def with_compressed(module: nn.Module, mask: Any, k: Tensor) -> Any:
 def _lists_of_topk(indexer: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the keys that an indexer of DeepSeek's form lists, `(batch, queries, k)`; -1 at the end of early rows.
 
-    The indexer's own forward runs over one slice of queries after another, with the keys so far, as over a prompt in
-    chunks. Where it runs once, its lists are those of transformers also among equal scores.
+    Where it has few scores, it computes them as it does in transformers. Otherwise its forward gets `IndexKeys`, which
+    computes tiles of them. The lists are the same but for scores that are equal, or round otherwise.
     """
     theirs, given = _bound(indexer, args, kwargs)
     rows = given["attention_mask"]
     if not isinstance(rows, Rows):
         return theirs(**given)
     shown = rows.shown
-    batch = len(given["hidden_states"])
-    width = min(indexer.index_topk, shown.keys)
-    lists = given["hidden_states"].new_full((batch, shown.queries, width), -1, dtype=torch.int32)
-    for at, stop, keys in _slices(shown, given, batch * shown.keys * indexer.n_heads, indexer.layer_idx):
-        part = {name: _of_queries(x, at, shown.queries) for name, x in given.items()} | keys
-        part["attention_mask"] = rows.part(at, stop)
-        found = theirs(**part)
-        lists[:, at, : found.shape[2]] = found
-    return lists
+    scores = len(given["hidden_states"]) * shown.queries * shown.keys * indexer.n_heads
+    if scores <= SCORES or not shown.is_causal or torch.compiler.is_compiling():
+        return theirs(**given | {"attention_mask": ~~rows})
+    name = _cache_name(given)
+    stop = shown.q_start - shown.k_start + shown.queries
+    return theirs(**given | {"attention_mask": IndexMask(rows), name: _NotedKeys(given[name], stop)})
+
+
+class _NotedKeys:
+    """Take the place of a cache in an indexer's forward, and return its keys so far, `stop` of them, as `IndexKeys`."""
+
+    def __init__(self, cache: Any, stop: int) -> None:
+        self.cache = cache
+        self.stop = stop
+
+    def update_indexer(self, new: Tensor, layer: int) -> IndexKeys:
+        known = new if self.cache is None else self.cache.update_indexer(new, layer)
+        return IndexKeys(known[:, : self.stop])  # a static cache returns its whole buffer
+
+
+def _cache_name(given: dict[str, Any]) -> str:
+    """Return the name of an argument that is the cache."""
+    return "cache" if "cache" in given else "past_key_values"
 
 
 def _bound(indexer: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -280,30 +295,20 @@ def _slices(
     given: the arguments of the indexer's forward. scores: how many scores a query has. A single slice has all keys,
     and the cache itself.
     """
-    name = "cache" if "cache" in given else "past_key_values"
     step = max(1, SCORES // max(1, scores))
     if step >= shown.queries or not shown.is_causal:
         yield slice(0, shown.queries), shown.keys, {}
         return
     past = shown.q_start - shown.k_start
-    keys = _IndexKeys(given.get(name), past, past + shown.queries)
+    name = _cache_name(given)
+    keys = _KeysSoFar(given[name], past, past + shown.queries)
     for first in range(0, shown.queries, step):
         at = slice(first, min(first + step, shown.queries))
         yield at, past + at.stop, {name: keys}
     keys.finish(layer)
 
 
-def _of_queries(x: Any, at: slice, queries: int) -> Any:
-    """Return the part of an argument that belongs to some of the queries: a tensor `(batch or 1, queries, ...)`, or a
-    pair of them. Return anything else as it is."""
-    if isinstance(x, tuple):
-        return tuple(_of_queries(part, at, queries) for part in x)
-    if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == queries:
-        return x[:, at]
-    return x
-
-
-class _IndexKeys:
+class _KeysSoFar:
     """Take the place of a cache while an indexer runs over slices of queries, and return its keys so far.
 
     The first slice's keys go to the cache at once, which returns the earlier ones with them; `finish` gives it the
