@@ -262,10 +262,10 @@ def test_blocks_of_keys_are_trained():
 
 def test_blocks_that_do_not_count_from_the_start_are_refused():
     model = build("minimax_m3_vl", NAME)
-    with pytest.raises(UnsupportedError, match="padding before tokens: pad on the right"):
+    with pytest.raises(UnsupportedError, match="pad on the right; got padding before tokens"):
         model(_tokens(), attention_mask=_padded("left"))
     positions = torch.cat([torch.arange(17), torch.arange(TOKENS - 17)])[None]
-    with pytest.raises(UnsupportedError, match="packed samples: pad on the right"):
+    with pytest.raises(UnsupportedError, match="pad on the right; got packed samples"):
         model(_tokens(), position_ids=positions, use_cache=False)
 
 

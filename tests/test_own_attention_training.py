@@ -124,7 +124,7 @@ def some_families(first, *others):
     return pytest.mark.parametrize("families", [(first,), others], ids=str)
 
 
-@some_families("mistral", "modernbert", "gemma3", "llama4")
+@some_families("mistral", "modernbert", "gemma3", "llama4", "deepseek_v32")
 def test_compiles_in_one_graph(families, compiling_python):
     compiling_python(
         f"families = {families}\n"

@@ -18,6 +18,7 @@ from dilated_attention import (
     routing,
 )
 from dilated_attention.decoding import listed_attention
+from dilated_attention.nn import rotary_tables, rotate
 from dilated_attention.routing import forecast
 from dilated_attention.routing.grid import candidates
 from processors import by_name_in_a_graph
@@ -247,6 +248,38 @@ def test_the_indexer_by_its_definition(monkeypatch):
         torch.testing.assert_close(indexer.loss(x, q, k), expected.detach(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("channels", [2, 4])
+def test_an_indexer_rotates_its_first_channels(channels):
+    """By its definition; and it knows distances alone: other positions change neither the choice nor the loss."""
+    q, k, _ = make(13, 4, 2)
+    x = torch.randn(2, 13, 6, dtype=torch.float64)
+    indexer = routing.Indexer(6, 32, 4, top_k=4, dtype=torch.float64)
+    tables = rotary_tables(torch.arange(13), channels, dtype=torch.float64)
+    a, b = indexer.query(x).unflatten(-1, (32, 4)), indexer.key(x)[:, :, None]
+    a, b = (torch.cat([rotate(y[..., :channels], tables), y[..., channels:]], -1) for y in (a, b))
+    products = torch.einsum("bqjd,bkd->bqkj", a, b[:, :, 0]).relu()
+    index = torch.einsum("bqj,bqkj->bqk", indexer.weight(x), products)
+    index = index.masked_fill(torch.ones(13, 13, dtype=torch.bool).triu(1), -math.inf)
+    expected = index.topk(4).indices[:, 4:].sort(-1).values
+    assert torch.equal(indexer.choose(x, tables=tables)[:, 4:].sort(-1).values, expected)
+    assert not torch.equal(indexer.choose(x)[:, 4:].sort(-1).values, expected)
+    later = rotary_tables(torch.arange(100, 113).expand(2, -1), channels, dtype=torch.float64)
+    assert torch.equal(indexer(x, tables=later).dense_mask(), indexer(x, tables=tables).dense_mask())
+    losses = [indexer.loss(x, q, k, tables=pair) for pair in (tables, later, None)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-12)
+    assert abs(losses[2] - losses[0]) > 1e-6
+
+
+def test_tokens_that_an_indexer_always_chooses():
+    x = torch.randn(2, 20, 6)
+    seen = routing.Indexer(6, 2, 4, top_k=5, leading=2, recent=2)(x).dense_mask()[:, 0]
+    place = torch.arange(20)
+    always = (place < 2) | (place > place[:, None] - 2)
+    assert seen[always.expand(2, -1, -1).tril()].all()
+    assert torch.equal(seen.sum(-1), (place + 1).clamp(max=5).expand(2, -1))
+    assert repr(routing.Indexer(6, top_k=5, recent=1)).splitlines()[1].endswith("top_k=5, leading=0, recent=1")
+
+
 def test_an_indexer_learns_where_attention_falls():
     q, k, _ = make(64, 2, 2, head_dim=8)
     x = torch.cat([q.flatten(2), k.flatten(2)], -1).float()
@@ -270,14 +303,15 @@ def test_an_indexer_learns_where_attention_falls():
 def test_an_indexer_in_half_precision_chooses_in_single():
     indexer, x = routing.Indexer(16, 2, 8, top_k=4), torch.randn(1, 40, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        assert indexer._index(x, 0, slice(0, 40), torch.zeros(1, 40)).dtype == torch.float32
+        assert indexer._index(x, None, 0, slice(0, 40), torch.zeros(1, 40)).dtype == torch.float32
     assert indexer.choose(x[:, :0]).shape == (1, 0, 0)
     assert indexer.choose(x, 0).shape == (1, 0, 4)
 
 
-def test_an_indexer_treats_a_sample_as_if_it_were_alone():
+@pytest.mark.parametrize("forced", [{}, {"leading": 2, "recent": 1}], ids=str)
+def test_an_indexer_treats_a_sample_as_if_it_were_alone(forced):
     """Packed, and padded at either end or between tokens; padding holds NaN, and what would be chosen."""
-    indexer, tokens = routing.Indexer(6, 2, 3, top_k=5, dtype=torch.float64), [13, 4, 0, 22]
+    indexer, tokens = routing.Indexer(6, 2, 3, top_k=5, dtype=torch.float64, **forced), [13, 4, 0, 22]
     edges, parameters = [0, 13, 17, 17, 39], list(indexer.parameters())
     samples = [[torch.randn(1, n, *shape, dtype=torch.float64) for shape in ((6,), (4, 8), (2, 8))] for n in tokens]
     alone = [indexer(sample[0]) if n else None for sample, n in zip(samples, tokens, strict=True)]
@@ -346,6 +380,11 @@ BAD = [
     (r"k must have the batch, .*; got torch.float32 of shape \(1, 64, 4, 8\)", lambda: FULL_PAGES.append(Q)),
     ("k must have the batch, .* and dtype .*; got torch.float64", lambda: FULL_PAGES.append(K.double())),
     ("top_k must be a positive integer; got 0", lambda: routing.Indexer(8, top_k=0)),
+    ("top_k=4 is less than leading=3 and recent=2 together", lambda: routing.Indexer(8, top_k=4, leading=3, recent=2)),
+    (r"tables must be \(cos, sin\), each .* got shape \(63, 1, 8\)",
+     lambda: routing.Indexer(8).choose(torch.zeros(1, 64, 8), tables=(torch.zeros(63, 1, 8),) * 2)),
+    (r"tables must be .*up to head_dim=4; got shape \(64, 1, 8\)",
+     lambda: routing.Indexer(8, 2, 4).choose(torch.zeros(1, 64, 8), tables=(torch.zeros(64, 1, 8),) * 2)),
     ("q and k must have the batch and seq of x", lambda: routing.Indexer(8).loss(torch.zeros(1, 63, 8), Q, K)),
     ("scale must be a finite number.*got nan",
      lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 8), Q, K, scale=torch.nan)),

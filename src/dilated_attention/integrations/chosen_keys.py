@@ -29,6 +29,7 @@ from dilated_attention import BlockLayout, UnsupportedError, attention
 from dilated_attention.decoding import listed_attention
 from dilated_attention.integrations.index_scores import IndexKeys, IndexMask
 from dilated_attention.integrations.own_attention import NAME, Chosen, Rows, Shown
+from dilated_attention.plumbing import require_when_run
 
 SCORES = 2**23
 """The scores, over all index heads, that an indexer computes at a time."""
@@ -47,8 +48,9 @@ def as_listed(module: Any, shown: Shown, arguments: dict[str, Any]) -> Shown | C
     """
     indices = arguments.get("indices")
     blocks = arguments.get("block_indices")
+    traced = torch.compiler.is_compiling()  # then values cannot be looked at
     if indices is not None:
-        if indices.shape[2] >= shown.keys and indices.min() >= 0:
+        if indices.shape[2] >= shown.keys and not traced and indices.min() >= 0:
             return shown
         return Chosen(indices.masked_fill(~shown.sees(indices), -1)[:, None], shown)
     if blocks is None:
@@ -58,7 +60,7 @@ def as_listed(module: Any, shown: Shown, arguments: dict[str, Any]) -> Shown | C
     place = shown.q_start - shown.k_start + torch.arange(shown.queries, device=blocks.device)[:, None]
     last = place // size
     blocks = blocks.masked_fill(blocks > last, -1)
-    if shown.is_causal and ((blocks >= 0).sum(-1) == last[:, 0] + 1).all():
+    if shown.is_causal and not traced and ((blocks >= 0).sum(-1) == last[:, 0] + 1).all():
         return shown
     return Chosen(blocks, shown, size)
 
@@ -66,16 +68,19 @@ def as_listed(module: Any, shown: Shown, arguments: dict[str, Any]) -> Shown | C
 def _require_blocks_from_the_start(module: nn.Module, shown: Shown) -> None:
     """Refuse samples that begin after the first key: transformers counts a query's blocks from its sample's start, and
     blocks of keys from the first key, so that queries would see blocks of other samples or of padding."""
-    found = ""
+    message = (
+        f"{type(module).__name__} chooses blocks of keys, which transformers counts from the start of a row: pad on "
+        "the right; got "
+    )
     if shown.samples is not None:
-        found = "packed samples"
-    elif shown.hidden is not None and (shown.hidden[:, :-1] & ~shown.hidden[:, 1:]).any():
-        found = "padding before tokens"
-    if found:
-        raise UnsupportedError(
-            f"{type(module).__name__} chooses blocks of keys, which transformers counts from the start of a row; got "
-            f"{found}: pad on the right"
-        )
+        raise UnsupportedError(f"{message}packed samples")
+    if shown.hidden is None:
+        return
+    last = (shown.hidden[:, :-1] <= shown.hidden[:, 1:]).all()
+    if torch.compiler.is_compiling():
+        require_when_run(last, f"{message}padding before tokens")
+    elif not last:
+        raise UnsupportedError(f"{message}padding before tokens")
 
 
 def attend_chosen(chosen: Chosen, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -256,7 +261,7 @@ def _lists_of_topk(indexer: Any, *args: Any, **kwargs: Any) -> Any:
     shown = rows.shown
     scores = len(given["hidden_states"]) * shown.queries * shown.keys * indexer.n_heads
     if scores <= SCORES or not shown.is_causal or torch.compiler.is_compiling():
-        return theirs(**given | {"attention_mask": ~~rows})
+        return theirs(**given | {"attention_mask": rows.part(slice(0, shown.queries), shown.keys)})
     name = _cache_name(given)
     stop = shown.q_start - shown.k_start + shown.queries
     return theirs(**given | {"attention_mask": IndexMask(rows), name: _NotedKeys(given[name], stop)})

@@ -19,18 +19,21 @@ from dilated_attention.routing.grid import Keys, Queries
 from dilated_attention.torch_internals import taken_as_true, without_autocast
 
 Numbers = Tensor | Sequence[int] | None
+Tables = tuple[Tensor, Tensor]
 
 
 class Indexer(nn.Module):
     """Choose the keys of each query, for all heads together (the indexer of DeepSeek Sparse Attention; DeepSeek-AI
-    2025, DeepSeek-V3.2, but without its rotary positions).
+    2025, DeepSeek-V3.2).
 
-        index(t, s) = Σ_j w_{t, j} relu(a_{t, j} · b_s) / sqrt(head_dim),        a = W_a x, b = W_b x, w = W_w x,
+        index(t, s) = Σ_j w_{t, j} relu(a_{t, j} · b_s) / sqrt(head_dim),        a = R W_a x, b = R W_b x, w = W_w x,
 
-    where few index heads j share b. A query sees the `top_k` tokens s <= t with the largest index.
+    where few index heads j share b. A query sees the `top_k` tokens s <= t with the largest index. The first `leading`
+    tokens of its sample and the last `recent` ones up to its own come before all others.
 
-    **Positions.** DeepSeek rotates some channels of a and b by their positions. Nothing is rotated here: the index
-    knows only the positions that x itself holds.
+    **Positions.** R rotates the first channels by `tables`, (cos, sin) as from `nn.rotary_tables`: all head_dim
+    channels, or as many as the tables have. Without tables nothing is rotated: the index knows only the positions that
+    x itself holds.
 
     **Training.** The choice has no gradient. `loss` is the mean over queries of
 
@@ -46,6 +49,7 @@ class Indexer(nn.Module):
 
     Args:
         num_heads, head_dim: the number and the width of the index heads; both may be small.
+        leading, recent: how many tokens each query always sees at both ends (`recent=1`: its own); part of `top_k`.
 
     Examples:
         >>> from dilated_attention.routing import Indexer
@@ -62,6 +66,8 @@ class Indexer(nn.Module):
         head_dim: int = 32,
         *,
         top_k: int = 2048,
+        leading: int = 0,
+        recent: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -70,27 +76,35 @@ class Indexer(nn.Module):
         self.num_heads = checks.positive("num_heads", num_heads)
         self.head_dim = checks.positive("head_dim", head_dim)
         self.top_k = checks.positive("top_k", top_k)
+        self.leading = checks.integer("leading", leading, 0)
+        self.recent = checks.integer("recent", recent, 0)
+        if self.leading + self.recent > self.top_k:
+            raise ValueError(f"top_k={top_k} is less than leading={leading} and recent={recent} together; raise it")
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.query = nn.Linear(embed_dim, self.num_heads * self.head_dim, **factory)
         self.key = nn.Linear(embed_dim, self.head_dim, **factory)
         self.weight = nn.Linear(embed_dim, self.num_heads, **factory)
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, top_k={self.top_k}"
+        forced = f", leading={self.leading}, recent={self.recent}" if self.leading or self.recent else ""
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, top_k={self.top_k}{forced}"
 
     def forward(
         self,
         x: Float[Tensor, "batch seq embed_dim"],
         *,
+        tables: Tables | None = None,
         lengths: Numbers = None,
         cu_seqlens: Numbers = None,
         key_padding_mask: Tensor | None = None,
     ) -> BlockLayout:
         """Return the causal layout of the tokens that each query sees, shared by all heads.
 
-        With `cu_seqlens` it has the lists of each sample, for a call with the same `cu_seqlens`.
+        With `cu_seqlens` it has the lists of each sample, for a call with the same `cu_seqlens`. tables: `(batch or 1,
+        seq, 1, channels)` or `(seq, 1, channels)` each, see the class.
         """
-        chosen = self.choose(x, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
+        ragged: dict[str, Any] = {"lengths": lengths, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
+        chosen = self.choose(x, tables=tables, **ragged)
         if cu_seqlens is not None:
             edges = checks.ragged(x, None, cu_seqlens)[1]
             assert edges is not None
@@ -103,6 +117,7 @@ class Indexer(nn.Module):
         x: Float[Tensor, "batch seq embed_dim"],
         new: int | None = None,
         *,
+        tables: Tables | None = None,
         lengths: Numbers = None,
         cu_seqlens: Numbers = None,
         key_padding_mask: Tensor | None = None,
@@ -112,7 +127,7 @@ class Indexer(nn.Module):
         A query that sees fewer than `top_k` tokens has -1 in the other places. Tokens are counted along seq, also those
         of packed samples.
         """
-        self._check(x)
+        self._check(x, tables)
         seq_len = x.shape[1]
         if new is None:
             new = seq_len
@@ -122,9 +137,13 @@ class Indexer(nn.Module):
         sample, edges = _samples(x, lengths, cu_seqlens, key_padding_mask)
         x = x.masked_fill((sample < 0)[..., None], 0.0)
         width = min(self.top_k, seq_len)
+        place = _places(sample, edges)
         chosen = [torch.empty(x.shape[0], 0, width, dtype=torch.int64, device=x.device)]
         for first, at in _parts(x, first_query, edges, self.num_heads):
-            index = self._index(x, first, at, sample)
+            index = self._index(x, tables, first, at, sample)
+            forced = place[:, None, first : at.stop] < self.leading
+            forced = forced | (place[:, at, None] - place[:, None, first : at.stop] < self.recent)
+            index = index.masked_fill(forced & (index > -torch.inf), torch.inf)
             index = F.pad(index, (first, seq_len - at.stop), value=-torch.inf)
             values, indices = stable_topk(index, width)
             chosen.append(indices.masked_fill(values == -torch.inf, -1))
@@ -137,6 +156,7 @@ class Indexer(nn.Module):
         k: Keys,
         *,
         scale: float | None = None,
+        tables: Tables | None = None,
         lengths: Numbers = None,
         cu_seqlens: Numbers = None,
         key_padding_mask: Tensor | None = None,
@@ -149,7 +169,7 @@ class Indexer(nn.Module):
             x: the input that `forward` gets.
             q, k: the queries and keys of the attention, after rotation if it rotates them.
         """
-        self._check(x)
+        self._check(x, tables)
         checks.tensors(q, k, k, placed=True)
         checks.number("scale", scale)
         if q.shape[:2] != x.shape[:2] or k.shape[:2] != x.shape[:2]:
@@ -165,7 +185,7 @@ class Indexer(nn.Module):
         if scale is None:
             scale = q.shape[3] ** -0.5
 
-        part = partial(self._divergence, x, q, k, scale, sample)
+        part = partial(self._divergence, x, q, k, scale, tables, sample)
         parts = []
         for first, at in _parts(x, 0, edges, max(q.shape[2], self.num_heads)):
             if torch.is_grad_enabled():
@@ -174,17 +194,33 @@ class Indexer(nn.Module):
                 parts.append(part(first, at))
         return torch.stack(parts).sum() / (~hidden).expand(x.shape[:2]).sum().clamp(min=1)
 
-    def _check(self, x: Tensor) -> None:
+    def _check(self, x: Tensor, tables: Tables | None) -> None:
         width = self.key.in_features
         if x.dim() != 3 or x.shape[2] != width:
             raise ValueError(f"x must be (batch, seq, embed_dim={width}); got shape {tuple(x.shape)}")
+        for table in tables or ():
+            channels = table.shape[-1]
+            fits = table.dim() in (3, 4) and table.shape[-3:-1] == (x.shape[1], 1)
+            if not fits or channels > self.head_dim or channels % 2:
+                raise ValueError(
+                    f"tables must be (cos, sin), each (batch or 1, {x.shape[1]}, 1, channels) with an even number of "
+                    f"channels up to head_dim={self.head_dim}; got shape {tuple(table.shape)}"
+                )
 
     def _divergence(
-        self, x: Tensor, q: Tensor, k: Tensor, scale: float, sample: Tensor, first: int, at: slice
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        tables: Tables | None,
+        sample: Tensor,
+        first: int,
+        at: slice,
     ) -> Tensor:
         """Return KL(p_t || softmax index(t, ·)), summed over batch and queries t in `at`; p_t is the mean over heads of
         the attention's probabilities. A hidden query sees itself alone, so its part is 0."""
-        index = self._index(x, first, at, sample)
+        index = self._index(x, tables, first, at, sample)
         with torch.no_grad(), without_autocast(q):
             query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
             score = query @ k[:, first : at.stop].to(index.dtype).permute(0, 2, 3, 1)[:, :, None] * scale
@@ -192,12 +228,15 @@ class Indexer(nn.Module):
         told = index.log_softmax(-1).masked_fill(wanted == 0, 0.0)  # 0 where a token is not seen, not 0 times -inf
         return F.kl_div(told, wanted, reduction="sum")
 
-    def _index(self, x: Tensor, first: int, at: slice, sample: Tensor) -> Tensor:
+    def _index(self, x: Tensor, tables: Tables | None, first: int, at: slice, sample: Tensor) -> Tensor:
         """Return the scores index(t, s) of queries t in `at` and keys s in [first, at.stop), `(batch, queries, keys)`;
         -inf where s > t or s is of another sample. `sample` is from `_samples`."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
         key = self.key(x[:, first : at.stop]).to(dtype)
+        if tables is not None:
+            query = _rotated(query, tables, at)
+            key = _rotated(key[:, :, None], tables, slice(first, at.stop))[:, :, 0]
         weight = self.weight(x[:, at]).to(dtype)
         with without_autocast(x):
             score = (query.transpose(1, 2) @ key.mT[:, None]).relu()
@@ -226,6 +265,22 @@ def _samples(
     if key_padding_mask is None:
         return torch.zeros_like(token), None
     return torch.where(key_padding_mask, -1 - token, 0), None
+
+
+def _places(sample: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the place of each token among the real tokens of its sample, `(batch or 1, seq)`; see `_samples`."""
+    if cu_seqlens is None:
+        return (sample >= 0).cumsum(1) - 1
+    token = torch.arange(sample.shape[1], device=sample.device)
+    return token - cu_seqlens.to(sample.device)[sample]
+
+
+def _rotated(x: Tensor, tables: Tables, at: slice) -> Tensor:
+    """Rotate the first channels of x `(batch, tokens, heads, head_dim)` by the rows `at` of tables (cos, sin)."""
+    cos, sin = (table[..., at, :, :].to(x.dtype) for table in tables)
+    turned, rest = x.tensor_split([cos.shape[-1]], -1)
+    turned = torch.addcmul(turned * cos, turned.roll(cos.shape[-1] // 2, -1), sin)
+    return torch.cat([turned, rest], -1)
 
 
 def _parts(x: Tensor, start: int, cu_seqlens: Tensor | None, heads: int) -> Iterator[tuple[int, slice]]:
