@@ -61,6 +61,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite_swa": ("GraniteSWAConfig", "GraniteSWAForCausalLM", {}),
     "granitemoe_swa": ("GraniteMoeSWAConfig", "GraniteMoeSWAForCausalLM", {}),
     "kolibri1": ("Kolibri1Config", "Kolibri1ForCausalLM", _MIXED),
+    "inkling": ("InklingTextConfig", "InklingForCausalLM", {}),
     "laguna": ("LagunaConfig", "LagunaForCausalLM", _MIXED),
     "lara_mini": ("LaraMiniConfig", "LaraMiniForCausalLM", _LINEAR),
     "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]}),
@@ -172,9 +173,8 @@ CHOOSING: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "doge": ("DogeConfig", "DogeForCausalLM", {}, "computes with its mask"),
-    "inkling": ("InklingTextConfig", "InklingForCausalLM", {}, "position_bias: no bias is added"),
-    "inkling2": ("Inkling2TextConfig", "Inkling2ForCausalLM", {}, "position_bias: no bias is added.*eager"),
-    "inkling2_loop": ("Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", {}, "position_bias: .*eager"),
+    "inkling2": ("Inkling2TextConfig", "Inkling2ForCausalLM", {}, "sinks: a sink for each query .*eager"),
+    "inkling2_loop": ("Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", {}, "sinks: a sink for each query .*eager"),
 }
 """The same, and words of the error."""
 

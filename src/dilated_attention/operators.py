@@ -231,7 +231,8 @@ def _run_backward(
         factor = call.factor
         q = q if factor == 1 else q * factor
         if call.shards is None:
-            dq, *others = execution.backward(call, dout, dlse, q, k, v, *results, of_bias)
+            out, lse = results
+            dq, *others = execution.backward(call, dout, dlse, q, k, v, out, lse, of_bias)
         else:
             dq, *others = over_mesh.backward(call, dout, dlse, q, k, v, results)
         return [dq if factor == 1 else dq.mul_(factor), *others]

@@ -288,8 +288,8 @@ def _calls(layout: BlockLayout, settings: Settings, tensors: list[Any], copies: 
                         own = own._replace(pairs=Pairs(*taken))
                     if added is not None:
                         places, rows_at, keys_at = views[len(tensors) : len(tensors) + 3]
-                        taken = queries.take(places), queries.take(rows_at), keys.take(keys_at)
-                        own = own._replace(added=Added(added.source, *taken))
+                        here = Added(added.source, queries.take(places), queries.take(rows_at), keys.take(keys_at))
+                        own = own._replace(added=here)
                     yield _Call(queries, keys, own, views[: len(tensors)])
 
 

@@ -65,6 +65,7 @@ from dilated_attention.integrations.own_attention import (
     Refused,
     Shown,
     attend,
+    bias_of,
     is_for_operator,
     permuted,
     read_arguments,
@@ -91,7 +92,7 @@ _READ_WITH_THE_MASK = {"block_indices", "cu_seq_lens_k", "cu_seq_lens_q", "indic
 _REMEDIES = {
     "output_attentions": "the probabilities are never formed; use dilated_attention.attention_weights on q and k",
     "softcap": "scores are not capped",
-    "position_bias": "no bias is added to scores",
+    "sinks": "a sink for each query is not supported; this library has one per head",
     "cu_seq_lens_q": "packed sequences are not supported; pad them and give attention_mask",
     "cache": "paged caches are not supported; generate with the dynamic cache",
 }
@@ -633,6 +634,7 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention. This is the attention function that transformers calls.
@@ -643,6 +645,7 @@ def attention_forward(
         attention_mask: what our mask function returned.
         is_causal: decides without a mask; None: `module.is_causal` does. A dilated layer's mask must agree with it.
         s_aux: what this library calls sinks.
+        position_bias: `(batch or 1, heads or 1, new or 1, past + new)`, added to scores.
         kwargs: other arguments of the model, refused if they would change the attention.
 
     Returns:
@@ -652,8 +655,11 @@ def attention_forward(
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     given: dict[str, Any] = {"scale": scaling, "sinks": s_aux}
+    bias = bias_of(position_bias, q, k)
     if own:
         given |= {"dropout_p": dropout, "softcap": softcap}
+        if bias is not None:
+            given["bias"] = bias
         return _attend_own(module, q, k, v, attention_mask, is_causal, kwargs, given), None
     shown = _shown_of(module, q, k, attention_mask, is_causal, kwargs)
     pattern, backend = pattern_of(module.config)
@@ -672,6 +678,10 @@ def attention_forward(
     if not torch.compiler.is_compiling():
         _REPORTED[module] = repr(pattern)
     if shown.q_start:
+        if bias is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__}: a dilated layer takes no position_bias with a cache (use_cache=True)"
+            )
         if dropout:
             raise UnsupportedError(
                 f"dropout={dropout} with a cache: use model.eval(), no past_key_values, or a model without "
@@ -679,9 +689,14 @@ def attention_forward(
             )
         return _attend_cached(shown, q, k, v, pattern, **given), None
     lengths, order = real_first(shown.hidden) if torch.compiler.is_compiling() else shown.real
+    if bias is not None and order is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__}: a dilated layer takes no position_bias with padding before the tokens; pad after"
+            " them, and under torch.compile give no padding"
+        )
     if order is not None:
         q, k, v = (permuted(x, order) for x in (q, k, v))
-    given |= {"dropout_p": dropout, "lengths": lengths, "backend": backend}
+    given |= {"dropout_p": dropout, "lengths": lengths, "backend": backend, "bias": bias}
     out = attention(q, k, v, pattern, is_causal=shown.is_causal, **given)
     assert isinstance(out, Tensor)
     return (out if order is None else permuted(out, order.argsort(1))), None
@@ -705,6 +720,8 @@ def _attend_own(
         seen = as_listed(module, shown, arguments)
     blocks = getattr(module, _CHOSEN, None)
     if isinstance(seen, Chosen):
+        if "bias" in given:
+            raise UnsupportedError(f"position_bias in a layer that chooses its keys: {remedy(module.config)}")
         out = attend_chosen(seen, q, k, v, **given)
     elif blocks is None or not blocks.serves(seen):
         out = attend(seen, q, k, v, **given)
@@ -714,7 +731,8 @@ def _attend_own(
         out, how = blocks.attend(seen, q, k, v, **given)
     if not torch.compiler.is_compiling():
         cap = "" if given["softcap"] is None else f"softcap {given['softcap']}"
-        _REPORTED[module] = ", ".join(filter(None, (seen.words, cap, how)))
+        biased = "position_bias" if "bias" in given else ""
+        _REPORTED[module] = ", ".join(filter(None, (seen.words, cap, biased, how)))
     return out
 
 

@@ -25,6 +25,7 @@ from dilated_attention.plumbing import without_overrides
 
 NAME = "dilated_attention"
 
+_ALL = slice(None)
 REMEDY = 'load the model with attn_implementation="sdpa"'
 
 
@@ -461,8 +462,12 @@ def read_arguments(
 def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Return the attention of q `(batch, queries, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`.
 
-    The result is shaped like q, with the head_dim of v. options: scale, dropout_p, sinks and softcap of `attention`.
+    The result is shaped like q, with the head_dim of v. options: scale, dropout_p, sinks and softcap of `attention`,
+    and bias, a tensor `(batch or 1, heads or 1, queries, keys)`.
     """
+    bias = options.get("bias")
+    if bias is not None and shown.chunk is not None:
+        raise UnsupportedError(f"position_bias with chunks: {REMEDY}")
     if shown.samples is not None:
         return _attend_packed(shown, q, k, v, options)
     if shown.pairs is not None:
@@ -476,6 +481,8 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
             return _attend_each(shown, q, k, v, options)
     seen = shown.visible
     k, v = k[:, seen], v[:, seen]
+    if bias is not None:
+        options["bias"] = bias[..., seen]
     if is_for_operator(shown, q, k, options):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=options["scale"], enable_gqa=True).transpose(1, 2)
@@ -501,7 +508,7 @@ def is_for_operator(shown: Shown, q: Tensor, k: Tensor, options: dict[str, Any])
     """Return whether PyTorch's operator computes a layer: one new token without padding, on a CPU. It reads keys once
     for each query head, this library once for each KV head."""
     whole = shown.is_causal or shown.window is shown.chunk is None
-    others = options.get("sinks"), options.get("softcap"), shown.hidden, shown.samples
+    others = options.get("sinks"), options.get("softcap"), options.get("bias"), shown.hidden, shown.samples
     plain = not options.get("dropout_p") and all(x is None for x in others)
     keys = shown.visible.stop - shown.visible.start
     saved = 2 * (q.shape[2] - k.shape[2]) * keys * k.shape[3] * k.element_size()
@@ -556,14 +563,48 @@ def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict
     return permuted(out, (place - first) % shown.keys).masked_fill((place < first)[..., None, None], 0)
 
 
+def _with_part(
+    options: dict[str, Any], sample: int | None, rows: slice = _ALL, keys: slice = _ALL
+) -> dict[str, Any]:  # fmt: skip
+    """Return options with the bias of some rows and keys, and of one sample or (None) of all."""
+    bias = options.get("bias")
+    if bias is None:
+        return options
+    if sample is not None and len(bias) > 1:
+        bias = bias[sample : sample + 1]
+    return {**options, "bias": bias[:, :, rows, keys]}
+
+
+def bias_of(position_bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return a model's position_bias as `attention` takes it, `(batch or 1, heads or 1, queries, keys)`; None if it is
+    zero, as in T5's cross-attention."""
+    if position_bias is None:
+        return None
+    readable = not torch.compiler.is_compiling() and position_bias.device.type == "cpu"
+    if readable and not position_bias.requires_grad and not position_bias.any():
+        return None
+    return position_bias.expand(*position_bias.shape[:2], q.shape[1], k.shape[1])
+
+
 def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     """Attend in packed samples: all rows of the batch as one sequence, cut where a sample or a chunk begins."""
     samples = shown.samples
     assert samples is not None
+    bias = options.get("bias")
+    if bias is not None and len(q) > 1:  # a bias has no entries for pairs of rows
+        found = []
+        for i in range(len(q)):
+            row = slice(i, i + 1)
+            places = None if shown.places is None else shown.places[row]
+            alone = replace(shown, samples=samples[row], places=places)
+            found.append(_attend_packed(alone, q[row], k[row], v[row], _with_part(options, i)))
+        return torch.cat(found)
     assert shown.hidden is None  # transformers looks for packed samples only where there is no padding mask
     if (samples.diff(dim=1) < 0).any():  # of ESMC: a sample may lie in several places
         if shown.window is not None or shown.chunk is not None:
             raise _unknown("packed samples in any order")
+        if bias is not None:
+            raise _unknown("packed samples in any order, with a position_bias")
         order = samples.argsort(dim=1, stable=True)
         q, k, v = (permuted(x, order) for x in (q, k, v))
         shown = replace(shown, samples=samples.gather(1, order))
