@@ -41,6 +41,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
+from dilated_attention.integrations import over_ranks
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
 from dilated_attention.integrations.chosen_keys import (
     as_listed,
@@ -75,6 +76,7 @@ from dilated_attention.integrations.own_attention import (
 from dilated_attention.integrations.pair_masks import layout_of_function, layout_of_pairs, layout_of_tensor
 from dilated_attention.integrations.positions import extend_positions as extend_positions
 from dilated_attention.integrations.positions import position_table, require_positions, require_transformers
+from dilated_attention.integrations.sharded_batches import shard_batch as shard_batch
 from dilated_attention.plumbing import as_autocast, checks, require_when_run, table
 
 _OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend", "layers")
@@ -95,6 +97,7 @@ _REMEDIES = {
     "sinks": "a sink for each query is not supported; this library has one per head",
     "cu_seq_lens_q": "packed sequences are not supported; pad them and give attention_mask",
     "cache": "paged caches are not supported; generate with the dynamic cache",
+    "shift_labels": "they say that the batch is a shard of a sequence: call set_context_parallel(model, mesh)",
 }
 
 
@@ -216,6 +219,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, visibility)
     setattr(PreTrainedConfig, NAME, _Pattern())
+    PreTrainedModel.set_context_parallel = over_ranks.set_over_ranks  # type: ignore[attr-defined]
     if PreTrainedModel.get_correct_attn_implementation is _their_implementation:
         PreTrainedModel.get_correct_attn_implementation = _correct_implementation  # type: ignore[method-assign]
         PreTrainedModel.post_init = _post_init  # type: ignore[method-assign]
@@ -541,12 +545,16 @@ def visibility(
             shown = Refused(error)
     if isinstance(shown, Shown):
         shown = _placed(shown, *sizes, attention_mask)
-    if options is None and (isinstance(shown, Refused) or (isinstance(shown, Shown) and shown.needs_pairs)):
+    forward = over_ranks.active()
+    unread = isinstance(shown, Refused) or (isinstance(shown, Shown) and shown.needs_pairs)
+    if unread and options is None and forward is None:
         make = partial(layout_of_function, mask_function, batch_size, *sizes, kwargs.get("device"))
         shown = _placed(Shown(False, pairs=make), *sizes, attention_mask)
     if isinstance(shown, Shown):
         skips = type(config) not in WITH_CONVOLUTIONS
         shown = replace(shown, skips_padding=skips, device=kwargs.get("device"))
+        if forward is not None:
+            shown = forward.described(shown)
     if shown is not None and _is_own(options, shown):
         return shown
     pattern_of(config)
@@ -652,6 +660,8 @@ def attention_forward(
         out `(batch, new, heads, head_dim)`, and None in place of weights.
     """
     own = _is_own(getattr(module.config, NAME, None), attention_mask)
+    if over_ranks.layer_name(module) is not None:
+        kwargs.pop("shift_labels", None)  # the loss has read them
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     given: dict[str, Any] = {"scale": scaling, "sinks": s_aux}
@@ -662,8 +672,13 @@ def attention_forward(
             given["bias"] = bias
         return _attend_own(module, q, k, v, attention_mask, is_causal, kwargs, given), None
     shown = _shown_of(module, q, k, attention_mask, is_causal, kwargs)
+    ranks = _ranks_of(module, shown)
     pattern, backend = pattern_of(module.config)
     _require_all_heads(module, q.shape[2], pattern)
+    if ranks is not None:
+        _REPORTED[module] = f"{pattern!r}, over a mesh"
+        given |= {"dropout_p": dropout, "backend": backend}
+        return ranks.attend_dilated(_require_plain(shown), q, k, v, pattern, module, **given), None
     stop = shown.q_start + shown.queries - shown.k_start
     unknown_past = attention_mask is None and shown.q_start
     if getattr(module, "is_cross_attention", False) or stop != shown.keys or unknown_past:
@@ -716,8 +731,12 @@ def _attend_own(
     how = ""
     seen = with_compressed(module, mask, k)
     if not isinstance(seen, Chosen):
-        shown = with_samples(_shown_of(module, q, k, seen, is_causal, arguments), len(q), arguments)
-        seen = as_listed(module, shown, arguments)
+        shown = _shown_of(module, q, k, seen, is_causal, arguments)
+        ranks = _ranks_of(module, shown)
+        if ranks is not None:
+            _REPORTED[module] = f"{shown.words}, over a mesh"
+            return ranks.attend(shown, q, k, v, module, arguments, **given)
+        seen = as_listed(module, with_samples(shown, len(q), arguments), arguments)
     blocks = getattr(module, _CHOSEN, None)
     if isinstance(seen, Chosen):
         if "bias" in given:
@@ -734,6 +753,16 @@ def _attend_own(
         biased = "position_bias" if "bias" in given else ""
         _REPORTED[module] = ", ".join(filter(None, (seen.words, cap, biased, how)))
     return out
+
+
+def _ranks_of(module: nn.Module, shown: Shown) -> over_ranks.Forward | None:
+    """Return the forward over ranks that computes a layer; None on one device."""
+    if shown.ranks is None and over_ranks.layer_name(module) is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} runs over a mesh and its mask was not made in the model's forward: call the "
+            "model that set_context_parallel got"
+        )
+    return shown.ranks
 
 
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:
@@ -822,7 +851,7 @@ def _require_plain(shown: Mask) -> Shown:
             "blocks, ...); it would be lost. For packed sequences, pad them and give attention_mask; give it too under "
             "torch.compile, where transformers takes every batch without one for packed"
         )
-    if shown.q_start and not shown.is_causal:
+    if shown.q_start and not shown.is_causal and shown.ranks is None:
         raise UnsupportedError("bidirectional attention with a cache: earlier queries would miss later keys")
     return shown
 

@@ -144,6 +144,7 @@ class Shown(NotATensor):
         hidden: `(batch, keys)`, True for padding; None: no key is hidden.
         skips_padding: queries that are padding may get 0; otherwise they get what the model gives them.
         device: the device of the model's tensors.
+        ranks: over a mesh, the `over_ranks.Forward` that computes the layer; None on one device.
     """
 
     dtype: ClassVar[torch.dtype] = torch.bool  # what layers with an indexer ask of a mask
@@ -164,6 +165,7 @@ class Shown(NotATensor):
     hidden: Tensor | None = None
     skips_padding: bool = True
     device: torch.device | None = None
+    ranks: Any = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -236,8 +238,8 @@ class Shown(NotATensor):
 
     @property
     def needs_pairs(self) -> bool:
-        """Return whether `attend` does not compute what the fields say: blocks of tokens, or packed samples with padding
-        or a cache."""
+        """Return whether `attend` does not compute what the fields say: blocks of tokens, or packed samples that have
+        padding or a cache."""
         if self.samples is None:
             return self.blocks is not None
         return self.blocks is not None or self.hidden is not None or self.queries != self.keys
@@ -487,7 +489,7 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=options["scale"], enable_gqa=True).transpose(1, 2)
     start = shown.k_start + seen.start
-    pattern, origin = _pattern(shown, start, k.shape[1])
+    pattern, origin = pattern_of_shown(shown, start, k.shape[1])
     lengths = shown.lengths
     if lengths is not None:
         options["lengths"] = lengths
@@ -515,7 +517,7 @@ def is_for_operator(shown: Shown, q: Tensor, k: Tensor, options: dict[str, Any])
     return shown.queries == 1 and whole and plain and q.device.type == "cpu" and saved < LEAST_SAVED
 
 
-def _pattern(shown: Shown, start: int, keys: int) -> tuple[Dilated | Window, int]:
+def pattern_of_shown(shown: Shown, start: int, keys: int) -> tuple[Dilated | Window, int]:
     """Return the pattern of what a layer shows of the `keys` keys from position `start` on, and the position that
     counts as 0 in it: `start` wherever that changes nothing, so that the calls of successive tokens are equal."""
     if shown.chunk is not None and shown.queries > 1:
@@ -616,7 +618,7 @@ def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
         begins |= places % shown.chunk == 0
     edges = begins.flatten().nonzero()[:, 0].to(torch.int32)
     cu_seqlens = torch.cat([edges, edges.new_tensor([samples.numel()])])
-    pattern, _ = _pattern(replace(shown, chunk=None), 0, shown.keys)
+    pattern, _ = pattern_of_shown(replace(shown, chunk=None), 0, shown.keys)
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     out = attention(q, k, v, pattern, is_causal=shown.is_causal, cu_seqlens=cu_seqlens, **options)
     assert isinstance(out, Tensor)

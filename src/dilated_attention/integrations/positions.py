@@ -143,6 +143,17 @@ def position_table(module: nn.Module) -> nn.Embedding | None:
     return None
 
 
+def has_numbering_of_its_own(model: nn.Module) -> bool:
+    """Return whether some module has a table of learned positions whose rows are not simply those of positions."""
+    for module in model.modules():
+        own = position_table(module)
+        for name in _TABLES:
+            table = getattr(module, name, None)
+            if isinstance(table, nn.Embedding) and table is not own:
+                return True
+    return False
+
+
 def require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ValueError, before the forward of a module with a table of positions, if the table is too short.
 

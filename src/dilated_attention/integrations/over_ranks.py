@@ -1,0 +1,459 @@
+"""Run a transformers model over the ranks of a mesh, each of which holds a contiguous shard of the sequence.
+
+    set_context_parallel(model, mesh)
+    loss = model(**shard_batch(batch, mesh)).loss  # the global mean, on every rank
+
+A layer sees what it sees on one device: its window, its chunks, packed samples, padding. No mask over pairs is formed,
+and only the rows that a layer needs travel (`attention(..., mesh=)`). Everything else in the model must compute a token
+from this token and its position alone. `probed` tests that with a few tokens before anything is changed.
+
+A hook of the outermost model begins each forward: the ranks compare their inputs, and what depends on other shards
+(where packed samples begin, which tokens are padding, the length) is gathered once for all layers, as a `Forward`. The
+mask function puts it into the layers' `Shown`, and so it reaches a layer that is recomputed in the backward as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from transformers import PreTrainedModel, masking_utils
+
+from dilated_attention import Dilated, UnsupportedError, attention
+from dilated_attention.integrations.locality import ACTIVE, accepts, probed
+from dilated_attention.integrations.locality import active as active
+from dilated_attention.integrations.own_attention import Shown, pattern_of_shown
+from dilated_attention.integrations.positions import has_numbering_of_its_own, position_table
+from dilated_attention.integrations.sharded_batches import NOT_SHIFTED, SHIFTED, GlobalLoss
+from dilated_attention.plumbing import Link, Mesh, balanced_bounds, checks, context_group, held_mesh, link_of
+
+NAME = "dilated_attention"
+
+_OVER = "_over_ranks"
+"""The attribute in which a model holds its `OverRanks`."""
+
+_LAYER = "_layer_over_ranks"
+"""The attribute in which an attention layer of such a model holds its name."""
+
+_REFUSED_ARGUMENTS = {
+    "past_key_values": "a cache holds one rank's keys; call the model on whole sequences with use_cache=False",
+    "cache": "a cache holds one rank's keys; call the model on whole sequences with use_cache=False",
+    "pixel_values": "images are not sharded; embed them before, and give inputs_embeds",
+    "input_features": "sound is not sharded; embed it before, and give inputs_embeds",
+    "output_router_logits": "the balance loss of experts is a mean over all tokens; leave it out",
+    "cu_seq_lens_q": "give position_ids that restart with each sample; shard_batch makes them",
+    "seq_idx": "give position_ids that restart with each sample; shard_batch makes them",
+    "encoder_hidden_states": "cross-attention is not supported over a mesh",
+}
+
+
+def layer_name(module: nn.Module) -> str | None:
+    """Return the name of an attention layer of a model over a mesh; None: it is of another model."""
+    return module.__dict__.get(_LAYER)
+
+
+@dataclass
+class OverRanks:
+    """Hold how a model runs over ranks.
+
+    Attributes:
+        seq_len: the global length that every batch must have; None: any.
+        finds_packed: whether the model makes masks of packed samples from position_ids that restart.
+        is_dilated: whether some layer has a dilated pattern.
+    """
+
+    mesh: DeviceMesh
+    transport: str
+    seq_len: int | None
+    finds_packed: bool
+    is_dilated: bool
+
+    @property
+    def link(self) -> Link:
+        return link_of(context_group(self.mesh))
+
+
+@dataclass(eq=False)
+class Forward:
+    """Hold what the layers of one forward share.
+
+    Attributes:
+        seq_len, start: the tokens on all ranks, and the first of this rank.
+        samples: for each row of the batch, the edges of its packed samples in the whole sequence; None: not packed.
+        places: `(batch, seq)`, the positions of all ranks' tokens, where they are packed; otherwise None.
+        hidden: `(batch, seq)`, True for padding, of all ranks' tokens; None: no padding.
+        last_position: the greatest of all ranks' position_ids.
+        wants_loss, made_loss: whether labels were given, and whether their global mean was computed.
+    """
+
+    model: nn.Module
+    over: OverRanks
+    seq_len: int
+    start: int
+    stop: int
+    samples: list[list[int]] | None = None
+    places: Tensor | None = None
+    hidden: Tensor | None = None
+    last_position: int = 0
+    wants_loss: bool = False
+    made_loss: bool = field(default=False, init=False)
+
+    @property
+    def ends_with_padding(self) -> bool:
+        """Return whether in every row all padding follows the tokens, so that no token of a causal layer sees it."""
+        return self.hidden is None or not (self.hidden[:, :-1] & ~self.hidden[:, 1:]).any()
+
+    def described(self, shown: Shown) -> Shown:
+        """Return what a mask of this rank's shard shows, placed in the whole sequence."""
+        return replace(shown, q_start=self.start, k_start=self.start, ranks=self)
+
+    def attend(
+        self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, arguments: Mapping[str, Any],
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return what `own_attention.attend` does on one device, for this rank's shard of q, k and v. arguments: the
+        layer's other arguments."""
+        if arguments.get("indices") is not None or arguments.get("block_indices") is not None:
+            self._refuse("a layer that chooses the keys of each query over a mesh", q)
+        if shown.blocks is not None:
+            self._refuse("a block of tokens that see one another (a prefix, an image) over a mesh", q)
+        options |= self._options(layer) | {"is_causal": shown.is_causal}
+        whole = replace(shown, q_start=0, k_start=0, queries=self.seq_len, keys=self.seq_len)
+        hidden = None
+        if self.hidden is not None and not (shown.is_causal and self.ends_with_padding):
+            hidden = self.hidden[:, self.start : self.stop]
+
+        edges = self._edges(shown)
+        if edges is None:
+            pattern, _ = pattern_of_shown(whole, 0, self.seq_len)
+            return _out(attention(q, k, v, pattern, key_padding_mask=hidden, **options))
+        if self.samples is not None:  # chunks begin at edges
+            whole = replace(whole, chunk=None)
+        pattern, _ = pattern_of_shown(whole, 0, self.seq_len)
+        parts = []
+        for i, of_row in enumerate(edges):
+            row = slice(i, i + 1)
+            mask = None if hidden is None else hidden[row]
+            bounds = torch.tensor(of_row)
+            part = attention(q[row], k[row], v[row], pattern, cu_seqlens=bounds, key_padding_mask=mask, **options)
+            parts.append(_out(part))
+        return torch.cat(parts)
+
+    def attend_dilated(
+        self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, layer: nn.Module, **options: Any
+    ) -> Tensor:
+        """Return dilated attention of this rank's shard of q, k and v."""
+        lengths = None if self.hidden is None else (~self.hidden).sum(1)
+        options |= self._options(layer) | {"is_causal": shown.is_causal, "lengths": lengths}
+        return _out(attention(q, k, v, pattern, **options))
+
+    def _options(self, layer: nn.Module) -> dict[str, Any]:
+        name = layer_name(layer) or type(layer).__name__
+        return {"mesh": self.over.mesh, "transport": self.over.transport, "seq_len": self.seq_len, "layer": name}
+
+    def _edges(self, shown: Shown) -> list[list[int]] | None:
+        """Return where the tokens of each row of the batch are cut: at packed samples, at their chunks, and before the
+        first real token if chunks count from there. None: nowhere."""
+        if self.samples is not None:
+            if shown.chunk is None:
+                return self.samples
+            assert self.places is not None
+            places = self.places
+            if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # before transformers 5.23
+                places = torch.arange(self.seq_len).expand_as(places)
+            cut = []
+            for row, edges in zip(places, self.samples, strict=True):
+                begins = (row % shown.chunk == 0).nonzero()[:, 0].tolist()
+                cut.append(sorted({*edges, *begins}))
+            return cut
+        if shown.chunk is None or self.hidden is None:
+            return None
+        first = (~self.hidden).to(torch.uint8).argmax(1).tolist()
+        if not any(first):
+            return None
+        return [sorted({0, token, self.seq_len}) for token in first]
+
+    def _refuse(self, problem: str, q: Tensor) -> None:
+        self.over.link.refuse(f"{problem} is not supported: leave the mesh out", q.device)
+
+
+def _out(found: Any) -> Tensor:
+    assert isinstance(found, Tensor)
+    return found
+
+
+def set_over_ranks(
+    model: PreTrainedModel, mesh: Mesh | None, transport: str = "auto", layer: str = "", seq_len: int | None = None
+) -> None:
+    """Run a transformers model over `mesh`; None: back to one device. `parallel.set_context_parallel` calls this.
+
+    Raises UnsupportedError for a model whose other layers look along the sequence, before anything travels.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if mesh is None:
+        for module in model.modules():
+            module.__dict__.pop(_LAYER, None)
+        for part in parts:
+            part.__dict__.pop(_OVER, None)
+            if isinstance(part.__dict__.get("_loss_function"), GlobalLoss):
+                del part.__dict__["_loss_function"]
+        return
+    held = held_mesh(mesh)
+    assert held is not None
+    present = model.__dict__.get(_OVER)
+    if seq_len is not None:
+        seq_len = checks.positive("seq_len", seq_len)
+    if (
+        layer
+        and present is not None
+        and (present.mesh, present.transport, present.seq_len) == (held, transport, seq_len)
+    ):
+        return  # a part of a model that has it already
+    found = probed(model)
+    is_dilated = any(getattr(part.config, NAME, None) is not None for part in parts)
+    over = OverRanks(held, transport, seq_len, found.finds_packed, is_dilated)
+    for module, name in found.layers.items():
+        module.__dict__[_LAYER] = name
+        if "get_seq_length" in inspect.getsource(type(module).forward):
+            _hook(module, _give_past)
+    for module in model.modules():
+        if "Rotary" in type(module).__name__:
+            _hook(module, _extend)
+            if _cut not in module._forward_hooks.values():
+                module.register_forward_hook(_cut)
+    for part in parts:
+        part.__dict__[_OVER] = over
+        _hook(part, _enter)
+        if _leave not in part._forward_hooks.values():
+            part.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+        kind = getattr(part, "loss_type", None)
+        if kind in SHIFTED | NOT_SHIFTED and "_loss_function" not in part.__dict__:
+            part.__dict__["_loss_function"] = GlobalLoss(held, kind in SHIFTED)
+
+
+def _hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    if hook not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _enter(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """Begin the forward of the outermost model: compare the ranks' inputs, and complete them."""
+    over = model.__dict__.get(_OVER)
+    if over is None or ACTIVE.get() is not None:
+        return None
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            f"torch.compile of {type(model).__name__} over a mesh is not supported: compile its layers instead"
+        )
+    names = list(inspect.signature(model.forward).parameters)
+    given = dict(zip(names, args, strict=False)) | given
+    forward, given = _begun(model, over, given)
+    ACTIVE.set(forward)
+    return (), given
+
+
+def _leave(model: nn.Module, args: Any, given: Any, output: Any) -> None:
+    forward = ACTIVE.get()
+    if not isinstance(forward, Forward) or forward.model is not model:
+        return
+    ACTIVE.set(None)
+    if output is not None and forward.wants_loss and not forward.made_loss:
+        raise UnsupportedError(
+            f"{type(model).__name__} computes its loss itself, over this rank's shard alone: leave labels out, and "
+            "give cp_mean the sum of the losses and their number"
+        )
+
+
+def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Forward, dict[str, Any]]:
+    """Return the forward of a model with these arguments, and the arguments completed.
+
+    Every rank raises a ValueError if the arguments of one rank are refused, differ, or make no sequence.
+    """
+    given = dict(given)
+    name = type(model).__name__
+    link = over.link
+    problem, inputs = _checked(model, over, given)
+    device = torch.device("cpu") if inputs is None else inputs.device
+    mask = given.get("attention_mask")
+    positions = given.get("position_ids")
+    batch = 0 if inputs is None else inputs.shape[0]
+    wants_loss = given.get("labels") is not None or given.get("shift_labels") is not None
+    text = {
+        "function": name, "batch": batch, "attention_mask": mask is not None, "position_ids": positions is not None,
+        "labels": wants_loss, "num_items_in_batch": given.get("num_items_in_batch") is not None,
+        "training": model.training,
+    }  # fmt: skip
+    link.place = f"{name}.forward"
+    link.compare("\n".join([f"{key}={value}" for key, value in text.items()]), problem, device)
+    assert inputs is not None
+
+    shard = inputs.shape[1]
+    hidden = None if mask is None else ~mask.bool()
+    counted = _counted(positions, batch)
+    facts = torch.zeros(1, 4 + 2 * batch, dtype=torch.int64, device=device)
+    facts[0, 0] = shard
+    if hidden is not None:
+        facts[0, 1] = hidden.any()
+    if counted is not None and shard:
+        facts[0, 2] = (counted.diff(dim=1) != 1).any()
+        facts[0, 4 : 4 + batch] = counted[:, 0]
+        facts[0, 4 + batch :] = counted[:, -1]
+    if positions is not None and positions.numel():
+        facts[0, 3] = positions.max()
+    link.enter(f"{name}.forward")
+    facts = link.whole(facts, range(link.size + 1), "while gathering the lengths of shards").cpu()
+
+    total = int(facts[:, 0].sum())
+    bounds = balanced_bounds(total, link.size)
+    if facts[:, 0].tolist() != [stop - start for start, stop in pairwise(bounds)]:
+        raise ValueError(
+            f"{name} over a mesh: the ranks hold {facts[:, 0].tolist()} tokens, which are not the shards of {total}; "
+            "cut the batch by shard_batch(batch, mesh)"
+        )
+    if over.seq_len not in (None, total):
+        raise ValueError(f"{name} over a mesh: {total} tokens, and set_context_parallel got seq_len={over.seq_len}")
+    if total < link.size:
+        raise ValueError(f"{name} over a mesh: {total} tokens are fewer than the {link.size} ranks")
+    start, stop = bounds[link.rank], bounds[link.rank + 1]
+    forward = Forward(model, over, total, start, stop, wants_loss=wants_loss)
+    forward.last_position = int(facts[:, 3].max())
+    if positions is None:
+        given["position_ids"] = torch.arange(start, stop, device=device)[None]
+        forward.last_position = total - 1
+    _require_table(model, forward.last_position)
+
+    if facts[:, 1].any():
+        assert hidden is not None
+        forward.hidden = link.whole(hidden.T.contiguous(), bounds, "while gathering attention_mask").T
+        if over.is_dilated and not forward.ends_with_padding:
+            raise ValueError(
+                f"{name} over a mesh: attention_mask hides tokens before others, and a dilated pattern counts the "
+                "tokens that it keeps: pad on the right"
+            )
+    first, last = facts[:, 4 : 4 + batch], facts[:, 4 + batch :]
+    restarts = facts[:, 2].any() or (first[1:] != last[:-1] + 1).any()
+    if counted is not None and mask is None and over.finds_packed and restarts:
+        if over.is_dilated:
+            raise ValueError(f"{name} over a mesh: packed samples in a dilated model; pad them, give attention_mask")
+        places = link.whole(counted.T.contiguous(), bounds, "while gathering position_ids").T.cpu()
+        forward.places = places
+        forward.samples = []
+        for row in places:
+            begins = ((row.diff() != 1).nonzero()[:, 0] + 1).tolist()
+            forward.samples.append([0, *begins, total])
+    if given.get("labels") is None and wants_loss:
+        given["labels"] = given["shift_labels"]  # models compute a loss only if they have labels
+    if accepts(model, "use_cache"):
+        given["use_cache"] = False
+    return forward, given
+
+
+def _checked(model: nn.Module, over: OverRanks, given: Mapping[str, Any]) -> tuple[str | None, Tensor | None]:
+    """Return why this rank's arguments are refused, if they are, and its tokens or embeddings."""
+    inputs = given.get("input_ids")
+    if inputs is None:
+        inputs = given.get("inputs_embeds")
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2:
+        return "give input_ids or inputs_embeds, (batch, shard, ...)", None
+    for name, remedy in _REFUSED_ARGUMENTS.items():
+        value = given.get(name)
+        if value is not None and value is not False:
+            return f"{name} over a mesh is not supported: {remedy}", inputs
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        return f"config.output_router_logits over a mesh: {_REFUSED_ARGUMENTS['output_router_logits']}", inputs
+    if given.get("use_cache"):
+        return f"use_cache=True over a mesh is not supported: {_REFUSED_ARGUMENTS['cache']}", inputs
+    mask = given.get("attention_mask")
+    if mask is not None and tuple(mask.shape) != tuple(inputs.shape[:2]):
+        return f"attention_mask must be this rank's, {tuple(inputs.shape[:2])}; got {tuple(mask.shape)}", inputs
+    positions = given.get("position_ids")
+    if positions is None and has_numbering_of_its_own(model):
+        return "position_ids are missing, and the model numbers tokens in its own way: give those of the shard", inputs
+    if positions is not None and positions.shape[-1] != inputs.shape[1]:
+        return (
+            f"position_ids must be those of this rank's {inputs.shape[1]} tokens; got {tuple(positions.shape)}",
+            inputs,
+        )
+    kind = getattr(model, "loss_type", None)
+    if given.get("labels") is not None and given.get("shift_labels") is None and kind in SHIFTED:
+        return "labels without shift_labels: the label of the last token is on the next rank; use shard_batch", inputs
+    if given.get("shift_labels") is not None and kind in NOT_SHIFTED:
+        return f"shift_labels for {type(model).__name__}, which does not shift: shard_batch(..., shift=False)", inputs
+    return None, inputs
+
+
+def _counted(positions: Tensor | None, batch: int) -> Tensor | None:
+    """Return the positions from which transformers finds packed samples, `(batch, shard)`; None: there are none."""
+    if positions is None:
+        return None
+    if positions.ndim == 3:  # rotary positions of several axes, after those of the text
+        if positions.shape[0] != 4:
+            return None
+        positions = positions[0]
+    return positions.long().expand(batch, -1)
+
+
+def _require_table(model: nn.Module, last: int) -> None:
+    for module in model.modules():
+        table = position_table(module)
+        if table is not None and last >= table.num_embeddings:
+            raise ValueError(
+                f"position {last}, but {type(module).__name__} has {table.num_embeddings} learned positions: lengthen "
+                "the table with extend_positions(model, length)"
+            )
+
+
+class _Past:
+    """Take the place of a layer's cache, and say that the tokens of earlier ranks have been seen: some layers scale
+    their queries by the position that they compute from it (Llama 4)."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self.start
+
+    def update(self, key: Tensor, value: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def _give_past(layer: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+    """Give a `_Past` to a layer that asks a cache for the number of tokens."""
+    shown = given.get("attention_mask")
+    ranks = getattr(shown, "ranks", None) if isinstance(shown, Shown) else None
+    if ranks is None:
+        return None
+    for name in ("past_key_values", "cache"):  # its name from transformers 5.24 on is the second
+        if name in inspect.signature(layer.forward).parameters:
+            return args, {**given, name: _Past(ranks.start)}
+    return None
+
+
+def _extend(rotary: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """Add the last position of all ranks to those of this rank: some rotations are scaled by the greatest of them."""
+    forward = ACTIVE.get()
+    if not isinstance(forward, Forward) or not hasattr(rotary, "rope_type"):
+        return None
+    is_named = "position_ids" in given
+    if not is_named and len(args) < 2:
+        return None
+    places = given["position_ids"] if is_named else args[1]
+    places = F.pad(places, (0, 1), value=forward.last_position)
+    if is_named:
+        return args, {**given, "position_ids": places}
+    return (args[0], places, *args[2:]), given
+
+
+def _cut(rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Take the rotation of the position that `_extend` added out again."""
+    if not isinstance(ACTIVE.get(), Forward) or not hasattr(rotary, "rope_type"):
+        return None
+    return tuple(x[..., :-1, :] for x in output) if isinstance(output, tuple) else output[..., :-1, :]

@@ -1,0 +1,386 @@
+"""transformers models over a mesh of real processes, against one process: logits, loss and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
+
+import processes
+from dilated_attention import UnsupportedError
+from dilated_attention.integrations.huggingface import NAME, dilate, report, shard_batch
+from dilated_attention.parallel import set_context_parallel, shard_sequence, unshard_sequence
+from dilated_attention.parallel.comm import link_of
+from tolerances import relative_error
+from transformers_families import FAMILIES, build
+
+TOKENS = 43
+EXACT = 1e-5
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 97}
+REFUSED = {
+    "minimax": "config.layer_types has linear_attention",
+    "recurrent_gemma": "conv_1d .Conv1d. looks along the sequence",
+    "zaya": "config.layer_types has hybrid",
+}
+"""Families whose other layers look along the sequence, and words of the error."""
+ROUGH = {"diffusion_gemma", "embedding_gemma2", "gemma4", "gemma4_unified", "muse_spark"}
+"""Families with such large scores that rounding alone changes gradients in float32 by 3e-5: compared in float64."""
+
+
+def mesh_of_all():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def batch_of(kind: str) -> dict[str, Tensor]:
+    """Return two texts with labels. "right", "left": padding on this side; "packed": samples whose edges lie
+    anywhere in the first text, one of them at the edge of the shards of two ranks."""
+    tokens = torch.randint(3, 97, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    if kind in ("right", "left"):
+        mask = torch.ones_like(tokens)
+        mask[1, -11:] = 0
+        if kind == "left":
+            mask = mask.flip(1)
+        batch["attention_mask"] = mask
+        batch["labels"][mask == 0] = -100
+        batch["labels"][1, mask[1].argmax()] = -100  # a padding row would predict it
+    if kind == "packed":
+        lengths = (7, TOKENS // 2 - 7, 3, TOKENS - TOKENS // 2 - 3)
+        restarting = torch.cat([torch.arange(n) for n in lengths])
+        batch["position_ids"] = torch.stack([restarting, torch.arange(TOKENS)])
+    return batch
+
+
+def results_of(
+    model: nn.Module, batch: dict[str, Any], kept: Tensor, weights: Tensor, mesh: Any = None
+) -> dict[str, Any]:
+    """Return the states or logits of the tokens that are `kept`, the loss, and the gradient of each parameter. A model
+    without a loss gets one, by `weights`."""
+    model.zero_grad()
+    out = model(**batch) if mesh is not None else model(**batch, use_cache=False)
+    states, loss = out[1 if getattr(out, "loss", None) is not None else 0], getattr(out, "loss", None)
+    weights = weights[..., : states.shape[-1]].to(states.dtype)
+    if loss is None:
+        total = states * (weights if mesh is None else shard_sequence(weights, mesh))
+        total.sum().backward()
+        loss = torch.zeros(())
+    else:
+        loss.backward()
+    states = states.detach()
+    if mesh is not None:
+        states = unshard_sequence(states, mesh, seq_len=TOKENS)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                p.grad /= mesh.size() if out[0].ndim == 0 else 1  # as by DDP, see cp_mean
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"states": states[kept], "loss": loss.detach(), "gradients": gradients}
+
+
+def error(found: dict[str, Any], right: dict[str, Any]) -> float:
+    """Return the largest relative error. A gradient's is relative to its own norm, or to 1 % of all gradients' norm if
+    this is more: smaller ones are sums that cancel."""
+    errors = [relative_error(found["states"], right["states"])]
+    if right["loss"]:
+        errors.append(relative_error(found["loss"], right["loss"]))
+    every = torch.stack([x.norm() for x in right["gradients"].values()]).norm()
+    for name, x in right["gradients"].items():
+        errors.append(float((found["gradients"][name] - x).norm() / max(x.norm(), 0.01 * every)))
+    return max(errors)
+
+
+def compared(model: nn.Module, kind: str, mesh: Any, shards: bool = True) -> float:
+    batch = batch_of(kind)
+    if "labels" in batch and not type(model).__name__.endswith(("CausalLM", "LMHeadModel")):
+        del batch["labels"]
+    kept = batch.get("attention_mask", torch.ones(2, TOKENS)).bool()
+    weights = torch.randn(2, TOKENS, 1024, generator=torch.Generator().manual_seed(2)) * kept[..., None]
+    right = results_of(model, batch, kept, weights)
+    set_context_parallel(model, mesh)
+    found = results_of(model, shard_batch(batch, mesh), kept, weights, mesh)
+    set_context_parallel(model, None)
+    return error(found, right)
+
+
+def families(names: Iterable[str], kinds: Iterable[str]) -> dict[str, float]:
+    mesh = mesh_of_all()
+    answers = {}
+    for name in names:
+        try:
+            model = build(name, NAME)
+        except pytest.skip.Exception:
+            continue
+        if name in ROUGH:
+            model.double()
+            if model._can_set_experts_implementation():
+                model.set_experts_implementation("eager")  # the other one has no float64
+        for kind in kinds:
+            answers[f"{name}, {kind}"] = compared(model, kind, mesh)
+    return answers
+
+
+@pytest.mark.parametrize(
+    "size", [3, pytest.param(2, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.thorough)]
+)
+def test_windows_chunks_sinks_and_caps(size):
+    """Uneven shards, padding on both sides, packed samples."""
+    names = "gemma3", "llama4", "gpt_oss", "gemma2", "modernbert"
+    for answers in processes.run(size, families, names, ("plain", "right", "left", "packed")):
+        assert len(answers) == 20
+        assert max(answers.values()) <= EXACT, answers
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_family(size):
+    names = [name for name in FAMILIES if name not in REFUSED]
+    for answers in processes.run(size, families, names, ("plain",), within=900.0):
+        assert len(answers) >= 48
+        assert not {name: x for name, x in answers.items() if x > EXACT}
+
+
+def training():
+    """Gradient checkpointing, autocast, adapters and dilated patterns."""
+    mesh = mesh_of_all()
+    answers = {}
+    for name in ("gemma3", "llama4", "gpt_oss"):
+        model = build(name, NAME).train()
+        for reentrant in (False, True):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            answers[f"{name}, checkpointing, {reentrant}"] = compared(model, "packed", mesh)
+    for name in ("gemma3", "gpt_oss"):
+        answers[f"{name}, autocast"] = _autocast(build(name, NAME), mesh)
+    for layers in ("all", "full"):
+        model = build("gemma3", NAME) if layers == "full" else LlamaForCausalLM(LlamaConfig(**SMALL))
+        dilate(model, [8, 32], [1, 2], layers=layers)
+        answers[f"dilated, {layers}"] = max(compared(model, kind, mesh) for kind in ("plain", "right"))
+    return answers
+
+
+def _autocast(model: nn.Module, mesh: Any) -> float:
+    """Return 0 if results in bfloat16 are as near to float32 as those of one process."""
+    batch = batch_of("left")
+    arguments = batch["attention_mask"].bool(), torch.zeros(2, TOKENS, 1)
+    exact = results_of(model, batch, *arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = results_of(model, batch, *arguments)
+        set_context_parallel(model, mesh)
+        together = results_of(model, shard_batch(batch, mesh), *arguments, mesh)
+    bar = 1.5 * error(alone, exact)
+    return max(0.0, error(together, exact) - bar) if bar > 1e-4 else bar
+
+
+def test_training():
+    for answers in processes.run(2, training):
+        assert len(answers) == 10
+        assert max(answers.values()) <= EXACT, answers
+
+
+def adapters():
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(build("gemma3", NAME), config).eval()
+    mesh = mesh_of_all()
+    batch = batch_of("right")
+    arguments = batch["attention_mask"].bool(), torch.zeros(2, TOKENS, 1)
+    right = results_of(model, batch, *arguments)
+    set_context_parallel(model, mesh)
+    return error(results_of(model, shard_batch(batch, mesh), *arguments, mesh), right)
+
+
+def test_adapters():
+    pytest.importorskip("peft")
+    for answer in processes.run(2, adapters):
+        assert answer <= EXACT
+
+
+def other_models():
+    """Learned positions, masked language models, and inputs of other kinds."""
+    mesh = mesh_of_all()
+    torch.manual_seed(0)
+    answers = {}
+    options = {"attn_implementation": NAME}
+    tables = GPT2LMHeadModel._from_config(
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, n_positions=64), **options
+    )
+    tables.eval()
+    answers["learned positions"] = compared(tables, "right", mesh)
+    bert = BertModel._from_config(BertConfig(**SMALL), **options, add_pooling_layer=False).eval()
+    answers["encoder"] = compared(bert, "left", mesh)
+
+    masked = ModernBertForMaskedLM._from_config(ModernBertConfig(**SMALL, pad_token_id=0, local_attention=8), **options)
+    masked.eval()
+    batch = batch_of("right")
+    batch["labels"][:, ::2] = -100
+    kept, weights = batch["attention_mask"].bool(), torch.zeros(2, TOKENS, 1)
+    right = results_of(masked, batch, kept, weights)
+    set_context_parallel(masked, mesh)
+    own = shard_batch(batch, mesh, shift=False)
+    answers["masked"] = error(results_of(masked, own, kept, weights, mesh), right)
+
+    model = build("gemma3", NAME)
+    batch = batch_of("plain")
+    kept = torch.ones(2, TOKENS, dtype=torch.bool)
+    right = results_of(model, batch, kept, weights)
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    right["gradients"].pop("model.embed_tokens.weight")
+    set_context_parallel(model, mesh, seq_len=TOKENS)
+    found = results_of(model, shard_batch(batch, mesh), kept, weights, mesh)
+    answers["embeddings"] = error(found, {**right, "gradients": right["gradients"]}) if found["gradients"] else 1.0
+    assert "over a mesh" in report(model)
+
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    found = results_of(again, shard_batch(batch, mesh), kept, weights, mesh)
+    answers["copied"] = error(found, right)
+    with pytest.raises(ValueError, match=r"40 tokens, and set_context_parallel got seq_len=43"):
+        model(**shard_batch({"input_ids": torch.ones(1, 40, dtype=torch.long)}, mesh))
+    return answers
+
+
+def test_other_models():
+    for answers in processes.run(3, other_models):
+        assert len(answers) == 5
+        assert max(answers.values()) <= EXACT, answers
+
+
+def refusals():
+    mesh = mesh_of_all()
+    traffic = link_of(mesh.get_group()).traffic
+    before = copy.copy(traffic)
+    options = {"attn_implementation": NAME}
+    for name, words in REFUSED.items():
+        with pytest.raises(UnsupportedError, match=words):
+            set_context_parallel(build(name, NAME), mesh)
+    pooled = {
+        BertModel: "pooler_output of shape .*add_pooling_layer=False",
+        BertForSequenceClassification: "returns logits of shape",
+    }
+    for kind, words in pooled.items():
+        with pytest.raises(UnsupportedError, match=words):
+            set_context_parallel(kind._from_config(BertConfig(**SMALL), **options), mesh)
+    with pytest.raises(UnsupportedError, match='does not call this library: load it with attn_implementation="dilated'):
+        set_context_parallel(LlamaForCausalLM(LlamaConfig(**SMALL)), mesh)
+    with torch.device("meta"), pytest.raises(UnsupportedError, match="weights are on the meta device"):
+        set_context_parallel(LlamaForCausalLM._from_config(LlamaConfig(**SMALL), **options), mesh)
+    assert traffic == before  # nothing has travelled
+
+    model = build("gemma3", NAME)
+    set_context_parallel(model, mesh)
+    own = shard_batch(batch_of("plain"), mesh)
+    calls = {
+        "labels without shift_labels": {**own, "shift_labels": None},
+        "use_cache=True over a mesh": {**own, "use_cache": True},
+        "attention_mask must be this rank's": {**own, "attention_mask": torch.ones(2, TOKENS)},
+        "position_ids must be those of this rank's": {**own, "position_ids": torch.arange(TOKENS)[None]},
+        "output_router_logits over a mesh": {**own, "output_router_logits": True},
+        "pixel_values over a mesh": {**own, "pixel_values": torch.ones(1, 3, 8, 8)},
+        "which are not the shards of": {"input_ids": (batch_of("plain") if dist.get_rank() else own)["input_ids"]},
+        "give input_ids or inputs_embeds": {},
+    }
+    for words, given in calls.items():
+        with pytest.raises(ValueError, match=words):
+            model(**given)
+    if dist.get_rank():
+        own.pop("labels"), own.pop("shift_labels")
+    with pytest.raises(ValueError, match=r"the ranks .* call with different arguments: .*labels"):
+        model(**own)
+    mask = model.model.layers[0].self_attn
+    with pytest.raises(UnsupportedError, match="its mask was not made in the model's forward"):
+        mask(torch.randn(1, 5, 32), (torch.ones(1, 5, 8), torch.zeros(1, 5, 8)), None)
+
+    short = GPT2LMHeadModel._from_config(
+        GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=97, n_positions=32), **options
+    )
+    set_context_parallel(short, mesh)
+    with pytest.raises(ValueError, match="position 42, but GPT2Model has 32 learned positions"):
+        short(**shard_batch(batch_of("plain"), mesh))
+    numbered = RobertaForCausalLM._from_config(RobertaConfig(**SMALL, is_decoder=True), **options)
+    set_context_parallel(numbered, mesh)
+    with pytest.raises(ValueError, match="numbers tokens in its own way"):
+        numbered(input_ids=own["input_ids"])
+    llama = dilate(LlamaForCausalLM(LlamaConfig(**SMALL)), [8, 32], [1, 2])
+    set_context_parallel(llama, mesh)
+    for kind, words in {"left": "pad on the right", "packed": "packed samples in a dilated model"}.items():
+        with pytest.raises(ValueError, match=words):
+            llama(**shard_batch(batch_of(kind), mesh))
+
+
+def test_refusals():
+    processes.run(2, refusals)
+
+
+def batches():
+    mesh = mesh_of_all()
+    rank = dist.get_rank()
+    start, stop = ((0, 21), (21, 43))[rank]
+    batch = batch_of("packed")
+    batch["token_type_ids"] = torch.zeros(2, TOKENS, dtype=torch.long)
+    batch["images"] = torch.zeros(3, 5)
+    batch["name"] = "text"
+    with pytest.warns(UserWarning, match=r"did not cut images \(3, 5\)"):
+        own = shard_batch(batch, mesh)
+    labels = torch.cat([batch["labels"][:, 1:], torch.full((2, 1), -100)], 1)
+    assert own["shift_labels"].equal(labels[:, start:stop])
+    for name in ("input_ids", "labels", "position_ids", "token_type_ids"):
+        assert own[name].equal(batch[name][:, start:stop])
+    assert own["num_items_in_batch"] == 2 * (TOKENS - 1)
+    assert own["name"] == "text"
+    assert batch_of("packed").keys() <= batch.keys()  # the caller's batch is as it was
+
+    bounds = torch.tensor([0, 7, 30, 43], dtype=torch.int32)
+    flat = {"input_ids": batch["input_ids"][:1], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 23}
+    own = shard_batch(flat, mesh)
+    assert own.keys() == {"input_ids", "position_ids"}
+    assert own["position_ids"].equal(torch.cat([torch.arange(n) for n in (7, 23, 13)])[None, start:stop])
+    with pytest.raises(ValueError, match="position_ids do not restart where cu_seq_lens_q begins"):
+        shard_batch({**flat, "position_ids": torch.arange(43)[None]}, mesh)
+    with pytest.raises(ValueError, match=r"attention_mask must be \(batch, seq\) = \(2, 43\); got \(2, 1, 43, 43\)"):
+        shard_batch({**batch, "attention_mask": torch.ones(2, 1, 43, 43)}, mesh)
+    with pytest.raises(ValueError, match="a sequence of 1 tokens is shorter than the 2 ranks"):
+        shard_batch({"input_ids": torch.ones(1, 1)}, mesh)
+    with pytest.raises(ValueError, match="batch must hold input_ids or inputs_embeds"):
+        shard_batch({"tokens": torch.ones(1, 4)}, mesh)
+
+
+def test_batches():
+    processes.run(2, batches)
+
+
+def without_edges() -> float:
+    """Return the error of ranks that each take their shard for a whole text."""
+    mesh = mesh_of_all()
+    model = build("gemma3", NAME)
+    batch = batch_of("plain")
+    kept, weights = torch.ones(2, TOKENS, dtype=torch.bool), torch.zeros(2, TOKENS, 1)
+    right = results_of(model, batch, kept, weights)
+    own = {name: x for name, x in shard_batch(batch, mesh).items() if name in ("input_ids", "labels")}
+    return error(results_of(model, {**own, "use_cache": False}, kept, weights, mesh), right)
+
+
+def test_shards_alone_differ():
+    """The tests above would see it if the ranks exchanged nothing."""
+    for answer in processes.run(2, without_edges):
+        assert answer > 100 * EXACT
