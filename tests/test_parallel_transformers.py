@@ -283,6 +283,8 @@ def refusals():
             set_context_parallel(kind._from_config(BertConfig(**SMALL), **options), mesh)
     with pytest.raises(UnsupportedError, match='does not call this library: load it with attn_implementation="dilated'):
         set_context_parallel(LlamaForCausalLM(LlamaConfig(**SMALL)), mesh)
+    with pytest.raises(UnsupportedError, match="its learned positions are numbered in a way of its own"):
+        set_context_parallel(RobertaForCausalLM._from_config(RobertaConfig(**SMALL, is_decoder=True), **options), mesh)
     with torch.device("meta"), pytest.raises(UnsupportedError, match="weights are on the meta device"):
         set_context_parallel(LlamaForCausalLM._from_config(LlamaConfig(**SMALL), **options), mesh)
     assert traffic == before  # nothing has travelled
@@ -290,6 +292,8 @@ def refusals():
     model = build("gemma3", NAME)
     set_context_parallel(model, mesh)
     own = shard_batch(batch_of("plain"), mesh)
+    tokens = 9 + 2 * dist.get_rank()
+    uneven = {"input_ids": torch.ones(1, tokens, dtype=torch.long), "position_ids": torch.arange(tokens)[None]}
     calls = {
         "labels without shift_labels": {**own, "shift_labels": None},
         "use_cache=True over a mesh": {**own, "use_cache": True},
@@ -297,7 +301,8 @@ def refusals():
         "position_ids must be those of this rank's": {**own, "position_ids": torch.arange(TOKENS)[None]},
         "output_router_logits over a mesh": {**own, "output_router_logits": True},
         "pixel_values over a mesh": {**own, "pixel_values": torch.ones(1, 3, 8, 8)},
-        "which are not the shards of": {"input_ids": (batch_of("plain") if dist.get_rank() else own)["input_ids"]},
+        "position_ids are missing, which tell a shard from a whole text": batch_of("plain"),
+        "which are not the shards of": uneven,
         "give input_ids or inputs_embeds": {},
     }
     for words, given in calls.items():
@@ -317,10 +322,6 @@ def refusals():
     set_context_parallel(short, mesh)
     with pytest.raises(ValueError, match="position 42, but GPT2Model has 32 learned positions"):
         short(**shard_batch(batch_of("plain"), mesh))
-    numbered = RobertaForCausalLM._from_config(RobertaConfig(**SMALL, is_decoder=True), **options)
-    set_context_parallel(numbered, mesh)
-    with pytest.raises(ValueError, match="numbers tokens in its own way"):
-        numbered(input_ids=own["input_ids"])
     llama = dilate(LlamaForCausalLM(LlamaConfig(**SMALL)), [8, 32], [1, 2])
     set_context_parallel(llama, mesh)
     for kind, words in {"left": "pad on the right", "packed": "packed samples in a dilated model"}.items():

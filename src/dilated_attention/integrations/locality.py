@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from dilated_attention import UnsupportedError
 from dilated_attention.integrations.own_attention import Shown
+from dilated_attention.integrations.positions import has_numbering_of_its_own
 
 ACTIVE: ContextVar[Any] = ContextVar("forward over ranks", default=None)
 
@@ -173,6 +174,8 @@ def _require_plain_model(model: PreTrainedModel) -> None:
         reason = f"its config.layer_types has {', '.join(sorted(kinds - _LOCAL_LAYERS))}, which look along the sequence"
     if not accepts(model, "position_ids"):
         reason = "its forward takes no position_ids, and positions of a shard do not begin at 0"
+    if has_numbering_of_its_own(model):
+        reason = "its learned positions are numbered in a way of its own, not from 0 on"
     for module in model.modules():
         if getattr(module, "_chosen_blocks", None) is not None:
             reason = "sparsify chose blocks of its prompts: call sparsify(model, None)"

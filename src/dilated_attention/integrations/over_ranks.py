@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +30,7 @@ from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.integrations.locality import ACTIVE, accepts, probed
 from dilated_attention.integrations.locality import active as active
 from dilated_attention.integrations.own_attention import Shown, pattern_of_shown
-from dilated_attention.integrations.positions import has_numbering_of_its_own, position_table
+from dilated_attention.integrations.positions import position_table
 from dilated_attention.integrations.sharded_batches import NOT_SHIFTED, SHIFTED, GlobalLoss
 from dilated_attention.plumbing import Link, Mesh, balanced_bounds, checks, context_group, held_mesh, link_of
 
@@ -67,6 +67,7 @@ class OverRanks:
         seq_len: the global length that every batch must have; None: any.
         finds_packed: whether the model makes masks of packed samples from position_ids that restart.
         is_dilated: whether some layer has a dilated pattern.
+        made_loss: whether the last forward computed the mean loss of all ranks.
     """
 
     mesh: DeviceMesh
@@ -74,6 +75,7 @@ class OverRanks:
     seq_len: int | None
     finds_packed: bool
     is_dilated: bool
+    made_loss: bool = False
 
     @property
     def link(self) -> Link:
@@ -103,7 +105,7 @@ class Forward:
     hidden: Tensor | None = None
     last_position: int = 0
     wants_loss: bool = False
-    made_loss: bool = field(default=False, init=False)
+    made_loss: bool = False
 
     @property
     def ends_with_padding(self) -> bool:
@@ -238,6 +240,15 @@ def set_over_ranks(
             part.__dict__["_loss_function"] = GlobalLoss(held, kind in SHIFTED)
 
 
+def made_global_loss(model: nn.Module) -> bool:
+    """Return whether the loss of a model's last forward was the mean of all ranks' tokens."""
+    for module in model.modules():
+        over = module.__dict__.get(_OVER)
+        if over is not None:
+            return over.made_loss
+    return False
+
+
 def _hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     if hook not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -252,7 +263,7 @@ def _enter(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> An
         raise UnsupportedError(
             f"torch.compile of {type(model).__name__} over a mesh is not supported: compile its layers instead"
         )
-    names = list(inspect.signature(model.forward).parameters)
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | given
     forward, given = _begun(model, over, given)
     ACTIVE.set(forward)
@@ -264,7 +275,9 @@ def _leave(model: nn.Module, args: Any, given: Any, output: Any) -> None:
     if not isinstance(forward, Forward) or forward.model is not model:
         return
     ACTIVE.set(None)
-    if output is not None and forward.wants_loss and not forward.made_loss:
+    forward.over.made_loss = forward.made_loss
+    is_sum = bool(given.get("fused_lm_head"))  # TRL's, which returns what each token's loss is
+    if output is not None and forward.wants_loss and not (forward.made_loss or is_sum):
         raise UnsupportedError(
             f"{type(model).__name__} computes its loss itself, over this rank's shard alone: leave labels out, and "
             "give cp_mean the sum of the losses and their number"
@@ -286,13 +299,17 @@ def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Fo
     batch = 0 if inputs is None else inputs.shape[0]
     wants_loss = given.get("labels") is not None or given.get("shift_labels") is not None
     text = {
-        "function": name, "batch": batch, "attention_mask": mask is not None, "position_ids": positions is not None,
-        "labels": wants_loss, "num_items_in_batch": given.get("num_items_in_batch") is not None,
+        "function": name,
+        "batch": batch,
+        "attention_mask": mask is not None,
+        "labels": wants_loss,
+        "num_items_in_batch": given.get("num_items_in_batch") is not None,
         "training": model.training,
-    }  # fmt: skip
+    }
     link.place = f"{name}.forward"
     link.compare("\n".join([f"{key}={value}" for key, value in text.items()]), problem, device)
     assert inputs is not None
+    assert positions is not None
 
     shard = inputs.shape[1]
     hidden = None if mask is None else ~mask.bool()
@@ -305,7 +322,7 @@ def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Fo
         facts[0, 2] = (counted.diff(dim=1) != 1).any()
         facts[0, 4 : 4 + batch] = counted[:, 0]
         facts[0, 4 + batch :] = counted[:, -1]
-    if positions is not None and positions.numel():
+    if positions.numel():
         facts[0, 3] = positions.max()
     link.enter(f"{name}.forward")
     facts = link.whole(facts, range(link.size + 1), "while gathering the lengths of shards").cpu()
@@ -324,9 +341,6 @@ def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Fo
     start, stop = bounds[link.rank], bounds[link.rank + 1]
     forward = Forward(model, over, total, start, stop, wants_loss=wants_loss)
     forward.last_position = int(facts[:, 3].max())
-    if positions is None:
-        given["position_ids"] = torch.arange(start, stop, device=device)[None]
-        forward.last_position = total - 1
     _require_table(model, forward.last_position)
 
     if facts[:, 1].any():
@@ -375,9 +389,9 @@ def _checked(model: nn.Module, over: OverRanks, given: Mapping[str, Any]) -> tup
     if mask is not None and tuple(mask.shape) != tuple(inputs.shape[:2]):
         return f"attention_mask must be this rank's, {tuple(inputs.shape[:2])}; got {tuple(mask.shape)}", inputs
     positions = given.get("position_ids")
-    if positions is None and has_numbering_of_its_own(model):
-        return "position_ids are missing, and the model numbers tokens in its own way: give those of the shard", inputs
-    if positions is not None and positions.shape[-1] != inputs.shape[1]:
+    if positions is None:
+        return "position_ids are missing, which tell a shard from a whole text: use shard_batch(batch, mesh)", inputs
+    if positions.shape[-1] != inputs.shape[1]:
         return (
             f"position_ids must be those of this rank's {inputs.shape[1]} tokens; got {tuple(positions.shape)}",
             inputs,
@@ -390,10 +404,8 @@ def _checked(model: nn.Module, over: OverRanks, given: Mapping[str, Any]) -> tup
     return None, inputs
 
 
-def _counted(positions: Tensor | None, batch: int) -> Tensor | None:
+def _counted(positions: Tensor, batch: int) -> Tensor | None:
     """Return the positions from which transformers finds packed samples, `(batch, shard)`; None: there are none."""
-    if positions is None:
-        return None
     if positions.ndim == 3:  # rotary positions of several axes, after those of the text
         if positions.shape[0] != 4:
             return None

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
+from transformers import PreTrainedModel
 
 from dilated_attention import UnsupportedError
 from dilated_attention.integrations.locality import active
@@ -22,6 +23,14 @@ SHIFTED = {"ForCausalLM", "ForConditionalGeneration", None}
 NOT_SHIFTED = {"ForMaskedLM", "ForTokenClassification"}
 """The values of `loss_type` of models whose labels are, or are not, next tokens. transformers takes None for the
 first."""
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Return whether a model's labels are next tokens."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return getattr(module, "loss_type", None) in SHIFTED
+    return True
 
 
 @dataclass(eq=False)

@@ -1,0 +1,111 @@
+"""Trainers over 2 groups of 2 processes that share their sequences: the losses and weights of one process."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+import processes
+from dilated_attention import UnsupportedError
+from dilated_attention.integrations.context_parallel import ContextParallel
+from dilated_attention.integrations.huggingface import NAME
+from tolerances import relative_error
+from transformers_families import build
+
+pytest.importorskip("accelerate")
+
+SAMPLES, STEPS = 16, 20
+ALONE = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+IN_GROUPS = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+
+
+def _samples(are_padded: bool = True) -> list[dict[str, Tensor]]:
+    """Return texts, of several lengths and padded, or of one length."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for i in range(SAMPLES):
+        tokens = torch.randint(3, 97, (29,), generator=generator)
+        mask = torch.ones(29, dtype=torch.long)
+        if are_padded:
+            mask[29 - i :] = 0
+        found.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask.bool(), -100)})
+    return found
+
+
+def _in_order(trainer: type) -> type:
+    return type("InOrder", (trainer,), {"_get_train_sampler": lambda self, *_: SequentialSampler(self.train_dataset)})
+
+
+def _environment() -> None:
+    """Set what torchrun sets."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def _answers(trainer: Any, folder: str) -> dict[str, Any]:
+    trainer.train()
+    history = trainer.state.log_history
+    evaluated = trainer.evaluate()
+    trainer.save_model(folder)
+    return {
+        "losses": np.array([entry["loss"] for entry in history if "loss" in entry]),
+        "norms": np.array([float(entry["grad_norm"]) for entry in history if "grad_norm" in entry]),
+        "eval_loss": np.array(evaluated["eval_loss"]),
+        "predicted": np.array(evaluated.get("eval_sum", 0.0)),
+        "weights": np.concatenate([x.detach().flatten().numpy() for x in trainer.model.parameters()]),
+    }
+
+
+def _sum(predictions: Any) -> dict[str, float]:
+    logits = torch.as_tensor(predictions.predictions)
+    weights = torch.as_tensor(predictions.label_ids)[..., None].clamp(min=0)
+    return {"sum": float((logits * weights).mean())}
+
+
+def trained(folder: str, sizes: dict[str, int], context_size: int | None) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    _environment()
+    options = {
+        "max_steps": STEPS, "gradient_accumulation_steps": 2, "learning_rate": 0.05, "optim": "sgd", "logging_steps": 1,
+        "report_to": [], "save_strategy": "no", "use_cpu": True, "gradient_checkpointing": True,
+        "lr_scheduler_type": "constant", "disable_tqdm": True,
+    }  # fmt: skip
+    arguments = TrainingArguments(f"{folder}/run", **options, **sizes)
+    given = {"train_dataset": _samples(), "eval_dataset": _samples(False)[:8], "compute_metrics": _sum}
+    model = build("gemma3", NAME)
+    if context_size is None:
+        trainer = _in_order(Trainer)(model, arguments, **given)
+    else:
+        trainer = _in_order(type("Long", (ContextParallel, Trainer), {}))(
+            model, arguments, context_size=context_size, **given
+        )
+    return _answers(trainer, f"{folder}/saved")
+
+
+def _compare(alone: dict[str, Any], together: list[dict[str, Any]], names: list[str]) -> None:
+    assert len(alone["losses"]) == STEPS
+    assert alone["losses"][-1] < alone["losses"][0]
+    for answers in together:
+        for name in names:
+            np.testing.assert_allclose(answers[name], alone[name], rtol=1e-4, atol=1e-4)
+        weights = (torch.from_numpy(x["weights"]) for x in (answers, alone))
+        assert relative_error(*weights) <= 1e-5
+
+
+def test_trainer(tmp_path):
+    """With padding, gradients summed over two batches, checkpointing, evaluation with predictions, and saving."""
+    (alone,) = processes.run(1, trained, str(tmp_path / "alone"), ALONE, None)
+    together = processes.run(4, trained, str(tmp_path / "together"), IN_GROUPS, 2)
+    _compare(alone, together, ["losses", "norms", "eval_loss", "predicted"])
+    files = [{x.name for x in (tmp_path / name / "saved").iterdir()} for name in ("alone", "together")]
+    assert files[0] == files[1]
