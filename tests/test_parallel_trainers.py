@@ -15,7 +15,6 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import processes
-from dilated_attention import UnsupportedError
 from dilated_attention.integrations.context_parallel import ContextParallel
 from dilated_attention.integrations.huggingface import NAME
 from tolerances import relative_error
@@ -103,9 +102,61 @@ def _compare(alone: dict[str, Any], together: list[dict[str, Any]], names: list[
 
 
 def test_trainer(tmp_path):
-    """With padding, gradients summed over two batches, checkpointing, evaluation with predictions, and saving."""
+    """Padded batches, gradients summed over two of them, checkpointing, evaluation with predictions, and saving."""
     (alone,) = processes.run(1, trained, str(tmp_path / "alone"), ALONE, None)
     together = processes.run(4, trained, str(tmp_path / "together"), IN_GROUPS, 2)
     _compare(alone, together, ["losses", "norms", "eval_loss", "predicted"])
     files = [{x.name for x in (tmp_path / name / "saved").iterdir()} for name in ("alone", "together")]
     assert files[0] == files[1]
+
+
+def tuned(folder: str, sizes: dict[str, int], context_size: int | None, more: dict[str, Any]) -> dict[str, Any]:
+    """Train by TRL, whose loss is made of per-token losses that it sums itself."""
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    warnings.simplefilter("ignore")
+    _environment()
+    generator = torch.Generator().manual_seed(0)
+    lengths = [8 + 8 * (i % 2) for i in range(SAMPLES)]  # 8 packs of 24
+    texts = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in lengths]
+    rows = Dataset.from_list([{"input_ids": text, "labels": text} for text in texts])
+    options = {
+        "max_steps": STEPS, "learning_rate": 0.05, "optim": "sgd", "logging_steps": 1, "report_to": [], "bf16": False,
+        "save_strategy": "no", "use_cpu": True, "lr_scheduler_type": "constant", "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }  # fmt: skip
+    arguments = trl.SFTConfig(f"{folder}/run", **{"max_length": 24, **options, **sizes, **more})
+    given = {"train_dataset": rows, "eval_dataset": rows, "processing_class": _tokenizer()}
+    if not more:
+        targets = ["q_proj", "v_proj"]
+        given["peft_config"] = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, init_lora_weights=False)
+    torch.manual_seed(0)
+    model = build("gemma3", NAME)
+    if context_size is None:
+        trainer = _in_order(trl.SFTTrainer)(model, arguments, **given)
+    else:
+        kind = type("Long", (ContextParallel, trl.SFTTrainer), {})
+        trainer = _in_order(kind)(model, arguments, context_size=context_size, **given)
+    return _answers(trainer, f"{folder}/saved")
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Return one whose tokens are "3" to "96", apart by spaces."""
+    import tokenizers
+
+    words = {"[PAD]": 0, "[EOS]": 1, "[UNK]": 2} | {str(i): i for i in range(3, 97)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]")
+
+
+@pytest.mark.parametrize("more", [{}, {"packing": True}, {"padding_free": True, "max_length": None}], ids=str)
+def test_sft_trainer(more, tmp_path):
+    """Padded batches with adapters, packed samples, and samples one after another without padding."""
+    for name in ("trl", "peft", "datasets"):
+        pytest.importorskip(name)
+    (alone,) = processes.run(1, tuned, str(tmp_path / "alone"), ALONE, None, more)
+    together = processes.run(4, tuned, str(tmp_path / "together"), IN_GROUPS, 2, more)
+    _compare(alone, together, ["losses", "norms"])
