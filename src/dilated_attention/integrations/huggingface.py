@@ -37,7 +37,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
 
 from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
@@ -73,7 +73,7 @@ from dilated_attention.integrations.own_attention import (
     read_mask,
     real_first,
 )
-from dilated_attention.integrations.pair_masks import layout_of_function, layout_of_pairs, layout_of_tensor
+from dilated_attention.integrations.pair_masks import layout_in_graph, layout_of_function, layout_of_tensor
 from dilated_attention.integrations.positions import extend_positions as extend_positions
 from dilated_attention.integrations.positions import position_table, require_positions, require_transformers
 from dilated_attention.integrations.sharded_batches import shard_batch as shard_batch
@@ -533,9 +533,7 @@ def visibility(
     if torch.compiler.is_compiling():
         shown = read_arguments(mask_function, local_size, config, attention_mask, kwargs)
         if shown is None and options is None:
-            every_pair = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            mask = sdpa_mask(batch_size, *sizes, mask_function, attention_mask, local_size, **{**kwargs, **every_pair})
-            layout = layout_of_pairs(mask)
+            layout = layout_in_graph(batch_size, *sizes, mask_function, attention_mask, local_size, **kwargs)
             return _placed(Shown(False, pairs=lambda: layout), *sizes, None)
     # In a graph of a dilated model, what the arguments do not tell is refused below.
     if shown is None and (options is None or local_size is not None or not torch.compiler.is_compiling()):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import sdpa_mask
 
 from dilated_attention import BlockLayout, UnsupportedError
 from dilated_attention.plumbing import name_of, plan_layout
@@ -29,6 +30,15 @@ def layout_of_function(
         return BlockLayout.from_mask_mod(sees, queries, keys, batch=batch, block_size=BLOCK, device=device or "cpu")
     except ValueError as error:
         raise UnsupportedError(f"the function of the model's mask cannot be evaluated: {error}; {REMEDY}") from error
+
+
+def layout_in_graph(*arguments: Any, **options: Any) -> BlockLayout:
+    """Return what a mask shows, padding included, with queries and keys numbered from 0. The arguments are those of
+    transformers' `sdpa_mask`, which makes a tensor of all pairs: a graph cannot look at a function's values."""
+    options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = sdpa_mask(*arguments, **options)
+    assert mask is not None
+    return layout_of_pairs(mask)
 
 
 def layout_of_pairs(mask: Tensor) -> BlockLayout:

@@ -40,7 +40,7 @@ def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def found(wrong: Tensor) -> bool:
+def anywhere(wrong: Tensor) -> bool:
     """Return whether `wrong` is true anywhere; in a compiled graph False, which raises RuntimeError when it runs."""
     if not torch.compiler.is_compiling():
         return bool(wrong.any())
@@ -53,7 +53,7 @@ def check_causal(grid: BlockGrid, counts: Tensor, indices: Tensor) -> None:
         return
     row = rows_of(counts, indices.numel())
     above = grid.above(row, indices)
-    if found(above):
+    if anywhere(above):
         at = int(above.nonzero()[0])
         raise ValueError(
             f"is_causal=True contradicts key block {int(indices[at])} of query block {int(row[at]) % grid.rows}, "
@@ -131,7 +131,7 @@ def from_topk(indices: Tensor, block_size: BlockSize, seq_len: int | None, is_ca
             return grid, (counts.reshape(*lead, grid.rows), columns)
 
     outside = (indices < -1) | (indices >= grid.columns)  # of lists that do not fit, it finds what to name
-    if found(outside):
+    if anywhere(outside):
         raise ValueError(
             f"indices must lie in [0, {grid.columns}), or be -1 for none, for seq_len={grid.seq_len} and key blocks of "
             f"{k_block}; got {_few(indices[outside])}"
@@ -169,7 +169,7 @@ def check_numbers(kinds: Tensor | None, bits: Tensor | None) -> None:
     if kinds is None or bits is None:
         return
     outside = (kinds < -1) | (kinds >= len(bits))
-    if found(outside):
+    if anywhere(outside):
         raise ValueError(f"kinds must lie in [0, {len(bits)}), or be -1 for a whole block; got {_few(kinds[outside])}")
 
 
@@ -177,13 +177,13 @@ def check_lists(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> None:
     bounds = indptr.reshape(-1, grid.rows + 1)
     starts = torch.cat([bounds[:, 0], indptr.new_tensor([indices.numel()])])
     ends = torch.cat([indptr.new_tensor([0]), bounds[:, -1]])
-    if found(torch.cat([bounds.diff(dim=-1).flatten() < 0, starts != ends])):
+    if anywhere(torch.cat([bounds.diff(dim=-1).flatten() < 0, starts != ends])):
         raise ValueError(
             f"indptr must ascend from 0 to the {indices.numel()} indices, each head going on where the last one "
             f"ended; got {_few(indptr)}"
         )
     outside = (indices < 0) | (indices >= grid.columns)
-    if found(outside):
+    if anywhere(outside):
         raise ValueError(
             f"indices must lie in [0, {grid.columns}) for seq_len={grid.seq_len} and key blocks of {grid.k_block}, "
             f"got {_few(indices[outside])}"
@@ -191,7 +191,7 @@ def check_lists(grid: BlockGrid, indptr: Tensor, indices: Tensor) -> None:
     counts = indptr.diff(dim=-1)
     row = rows_of(counts, indices.numel())
     falls = (indices.diff() <= 0) & (row[1:] == row[:-1])
-    if found(falls):
+    if anywhere(falls):
         at = int(falls.nonzero()[0])
         raise ValueError(
             f"indices must be sorted and distinct within a row, got {int(indices[at])} before "

@@ -282,7 +282,7 @@ class BlockLayout:
         pairs, as in `from_mask_mod`.
         """
         if conversions.of_pairs(mask, seq_len, block_size):
-            if is_causal and conversions.found(mask.triu(1)):
+            if is_causal and conversions.anywhere(mask.triu(1)):
                 raise ValueError("is_causal=True contradicts a mask that shows a later key; give mask.tril()")
             made = cls._of(*masks.from_pairs(mask, block_size))
             return made.causal() if is_causal else made
