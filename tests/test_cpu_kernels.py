@@ -359,6 +359,73 @@ class TestFeatures(Forced):
         check((q, k, v), [plan], counts, **options)
         check((q[..., :1].expand_as(q), k, v), [plan], counts, **options)
 
+    @both
+    @pytest.mark.parametrize(
+        ("group", "q_block", "k_block", "head_dim"), [(1, 1, 16, 20), (3, 1, 100, 40), (2, 3, 300, 8), (1, 5, 32, 130)]
+    )
+    def test_rows_that_list_a_block_fill_the_lanes(self, group, q_block, k_block, head_dim, is_causal, dtype):
+        lists = layout(450, q_block, k_block, is_causal, samples=2, heads=2)
+        plan, _ = dilated(450, 2, (450,), (1,))
+        inputs = tensors(2, 450, 2 * group, 2, head_dim, dtype)
+        hidden = torch.rand(2, 450) < 0.3
+        hidden[1, : 2 * k_block] = True
+        options = {"is_causal": is_causal, "layouts": {450: lists}, "softcap": 0.5}
+        (launch,) = cpu.launches(problem(plan, **options), inputs[0], "queries", forward=True)
+        assert launch.by_block
+        assert launch.rows > launch.joined * q_block  # several tiles
+        counts = lists.dense_mask().int() * ~hidden[:, None, None]
+        check(inputs, [plan], counts, hidden=hidden, **options)
+
+    @both
+    def test_blocks_for_single_queries_inside_strided_rows(self, is_causal, dtype):
+        """Launches continue one another, and jobs have tiles of several segments."""
+        w, r, seq_len = (100, 300), (1, 2), 310
+        plan, offsets = dilated(seq_len, 2, w, r)
+        lists = {n: layout(n, 1, 16, is_causal) for n in {group.queries.count for group in plan.groups}}
+        counts = torch.zeros(2, seq_len, seq_len, dtype=torch.int32)
+        for width, rate, row in zip(w, r, offsets, strict=True):
+            for head, offset in enumerate(row):
+                for start in range(0, seq_len, width):
+                    rows = torch.arange(start + offset, min(start + width, seq_len), rate)
+                    if len(rows):
+                        counts[head, rows[:, None], rows] += lists[len(rows)].dense_mask()[0, 0]
+        options = {"is_causal": is_causal, "layouts": lists}
+        inputs = tensors(1, seq_len, 6, 2, 24, dtype)
+        found = cpu.launches(problem(plan, **options), inputs[0], "queries", forward=True)
+        assert any(x.by_block and x.rows > x.joined for x in found)
+        check(inputs, [plan], counts, **options)
+
+    @both
+    def test_blocks_for_single_queries_in_samples_of_any_length_with_dropout(self, is_causal, dtype):
+        lists = layout(150, 1, 16, is_causal, samples=2, heads=2)
+        inputs = [torch.randn(2, 150, heads, 24).to(dtype) for heads in (4, 2, 2)]
+
+        def call(q, k, v, **options):
+            return attention(q, k, v, lists, is_causal=is_causal, lengths=[150, 71], **options)
+
+        expected = test_dropout.results(call, [x.double() for x in inputs], backend="reference")
+        for actual, wanted in zip(test_dropout.results(call, inputs, backend="cpu"), expected, strict=True):
+            assert relative_error(actual, wanted) <= TOLERANCE[dtype]
+
+    @both
+    @pytest.mark.parametrize("name", "qkv")
+    def test_what_single_queries_see_of_a_number_that_is_not_finite(self, name, is_causal, dtype):
+        lists = layout(150, 1, 16, is_causal, heads=2)
+        inputs = dict(zip("qkv", tensors(1, 150, 4, 2, 24, dtype), strict=True))
+        inputs[name][0, 70, 1, 5] = math.nan
+        options = {"is_causal": is_causal, "return_lse": True}
+        actual = attention(**inputs, pattern=lists, backend="cpu", **options)
+        doubled = {key: x.double() for key, x in inputs.items()}
+        expected = attention(**doubled, pattern=lists, backend="reference", **options)
+        for x, y in zip(actual, expected, strict=True):
+            assert torch.equal(x.isnan(), y.isnan())
+            assert relative_error(x.nan_to_num(0, 0, 0), y.nan_to_num(0, 0, 0)) <= TOLERANCE[dtype]
+
+    @both
+    def test_single_queries_of_some_rows_of_a_layout(self, is_causal, dtype):
+        plan, lists, counts = part_of_a_layout(1, 16, is_causal)
+        check(tensors(1, 100, 4, 2, 16, dtype, keys=130), [plan], counts, layouts={130: lists})
+
     def test_query_heads_with_lists_of_their_own_are_apart(self, dtype):
         lists = layout(67, 1, 1, False, heads=4)
         plan, _ = dilated(67, 2, (67,), (1,))

@@ -288,9 +288,12 @@ a guess)."""
 ROOM = 2**18
 """The bytes that a job of such a launch holds."""
 
-MOST_BY_BLOCK, LEAST_BLOCK, LEAST_LISTING = 16, 16, 16
+MOST_BY_BLOCK, LEAST_BLOCK, LEAST_LISTING = 8, 16, 48
 """The most rows per tile, the fewest keys per block, and the fewest rows of a job that are expected to list a block,
 where kernels/cpu/by_block.h runs a forward."""
+
+MORE_BY_BLOCK = 6
+"""A job of such a forward has this many times as many tiles as one of `few` rows: a third of that costs 0.14 more."""
 
 
 def launches(
@@ -323,9 +326,9 @@ def launches(
     else:
         vectors = 3 * q.shape[2] // max(1, plan.num_heads)
     together = max(1, ROOM // (4 * q.shape[-1] * vectors))
-    by_block = forward and layouts is not None and _fill_lanes(layouts, joinable, 3 * together)
+    by_block = forward and layouts is not None and _fill_lanes(layouts, joinable, MORE_BY_BLOCK * together)
     if by_block:
-        together *= 3
+        together *= MORE_BY_BLOCK
 
     def make() -> Launches:
         shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
