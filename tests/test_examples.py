@@ -97,6 +97,12 @@ def test_byte_lm():
     assert len(sample.encode()) > 30
 
 
+def test_train_indexer():
+    found = load("train_indexer").main(steps=24, layers=1)
+    assert found["attention held after the warm-up"] > found["attention held by untrained indexers"]
+    assert found["bits per byte, trained on over the chosen keys"] < found["bits per byte, dense"] - 0.1
+
+
 def test_gemma3_long_prompt():
     """Uses random weights, because Gemma's own have to be downloaded."""
     config = Gemma3TextConfig(

@@ -250,7 +250,7 @@ def test_the_indexer_by_its_definition(monkeypatch):
 
 @pytest.mark.parametrize("channels", [2, 4])
 def test_an_indexer_rotates_its_first_channels(channels):
-    """By its definition; and it knows distances alone: other positions change neither the choice nor the loss."""
+    """The index equals its definition, and knows distances alone: a shift of positions changes nothing."""
     q, k, _ = make(13, 4, 2)
     x = torch.randn(2, 13, 6, dtype=torch.float64)
     indexer = routing.Indexer(6, 32, 4, top_k=4, dtype=torch.float64)
