@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,12 +29,15 @@ from transformers import (
 )
 
 import processes
-from dilated_attention import UnsupportedError
-from dilated_attention.integrations.huggingface import NAME, dilate, report, shard_batch
+from dilated_attention import Dilated, UnsupportedError, Window, attention
+from dilated_attention.integrations import over_ranks
+from dilated_attention.integrations.huggingface import NAME, dilate, exchange_plan, report, shard_batch
+from dilated_attention.parallel import exchange_plan as plan_of_call
 from dilated_attention.parallel import set_context_parallel, shard_sequence, unshard_sequence
 from dilated_attention.parallel.comm import link_of
 from tolerances import relative_error
 from transformers_families import FAMILIES, build
+from transformers_families import SMALL as SMALL_OF_FAMILIES
 
 TOKENS = 43
 EXACT = 1e-5
@@ -385,3 +390,120 @@ def test_shards_alone_differ():
     """The tests above would see it if the ranks exchanged nothing."""
     for answer in processes.run(2, without_edges):
         assert answer > 100 * EXACT
+
+
+def bytes_moved() -> list[tuple[int, int, int]]:
+    """Return (bytes received, those of the plan, rows of the plan) for each layer with a window of 8."""
+    mesh = mesh_of_all()
+    traffic = link_of(mesh.get_group()).traffic
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = build("mistral", NAME)
+    set_context_parallel(model, mesh)
+    shape = {"num_kv_heads": 2, "head_dim": 8, "batch": 2, "dtype": torch.float32, "is_causal": True}
+    plan = plan_of_call(Window(7), TOKENS, 4, size, rank, **shape)
+    found = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        before = traffic.bytes_received
+        out = attention(*arguments, **options)
+        found.append((traffic.bytes_received - before, plan.bytes_received, plan.rows_received))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(over_ranks, "attention", counted)
+        model(**shard_batch(batch_of("right"), mesh))
+    return found
+
+
+def test_a_window_moves_its_rows_once():
+    """A rank receives 7 rows of each of 2 KV heads for a window of 8, and the first rank nothing."""
+    for rank, layers in enumerate(processes.run(4, bytes_moved)):
+        assert len(layers) == 4
+        for moved, planned, rows in layers:
+            assert moved == planned
+            assert rows == (2 * 7 if rank else 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "seen"),
+    [
+        ("gemma3", {Window(7): 2, Dilated((4096,), (1,)): 2}),
+        ("llama4", {Dilated((8,), (1,)): 3, Dilated((4096,), (1,)): 1}),
+        ("mistral", {Window(7): 4}),
+        ("dilated", {Dilated((8,), (2,)): 2}),
+    ],
+)
+def test_a_plan_of_a_model(family, seen):
+    if family == "dilated":
+        pattern = {"segment_lengths": [8], "dilation_rates": [2]}
+        model = LlamaForCausalLM(LlamaConfig(**SMALL, dilated_attention=pattern))
+    else:
+        model = build(family, NAME)
+    plan = exchange_plan(model, 4096, 8)
+    assert {kind.pattern: kind.count for kind in plan.layers} == seen
+    for kind in plan.layers:
+        if kind.pattern == Window(7):
+            assert kind.plan.rows_received == 2 * 7
+    assert plan.bytes_received <= plan.ring_bytes + 10_000  # seals
+    assert f"ring attention {plan.ring_bytes:,}" in str(plan)
+    assert str(exchange_plan(model.config, 4096, 8)) == str(plan)
+
+
+def test_a_plan_of_other_layers():
+    with pytest.raises(UnsupportedError, match="MiniMaxConfig has layers of kind linear_attention"):
+        exchange_plan(build("minimax", NAME).config, 4096, 8)
+
+
+def random_configurations(count: int) -> dict[str, float]:
+    """Return the errors of random windows, chunks, lengths, batches and transports."""
+    mesh = mesh_of_all()
+    size = mesh.size()
+    draw = random.Random(size)
+    answers = {}
+    for i in range(count):
+        family = draw.choice(["mistral", "gpt_oss", "gemma2", "llama4"])
+        tokens = draw.randint(2 * size, 70)
+        reach = draw.choice([1, 2, tokens // size, tokens // size + 1, draw.randint(1, tokens + 5)])
+        kind = draw.choice(["plain", "right", "left", "packed"])
+        transports = ["auto", "exchange", "ring", "all_gather"]
+        if size == 2:
+            transports.append("ulysses")
+        transport = draw.choice(transports)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(SMALL_OF_FAMILIES, "sliding_window", max(1, reach))
+            patch.setitem(SMALL_OF_FAMILIES, "attention_chunk_size", max(1, reach))
+            model = build(family, NAME)
+        words = f"{i}: {family}, {tokens} tokens, reach {reach}, {kind}, {transport}"
+        answers[words] = _random_error(model, draw, tokens, kind, transport, mesh)
+    return answers
+
+
+def _random_error(model: nn.Module, draw: random.Random, tokens: int, kind: str, transport: str, mesh: Any) -> float:
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    ids = torch.randint(3, 97, (2, tokens), generator=generator)
+    batch: dict[str, Any] = {"input_ids": ids}
+    kept = torch.ones(2, tokens, dtype=torch.bool)
+    if kind in ("right", "left"):
+        hidden = draw.randint(1, tokens - 1)
+        kept[0, -hidden:] = False
+        if kind == "left":
+            kept = kept.flip(1)
+        batch["attention_mask"] = kept.long()
+    if kind == "packed":
+        edges = sorted({0, tokens, *(draw.randint(0, tokens) for _ in range(3))})
+        lengths = [stop - start for start, stop in itertools.pairwise(edges)]
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
+    with torch.no_grad():
+        right = model(**batch, use_cache=False).logits
+        set_context_parallel(model, mesh, transport)
+        found = unshard_sequence(model(**shard_batch(batch, mesh)).logits, mesh, seq_len=tokens)
+    return relative_error(found[kept], right[kept])
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(2, 10), *(pytest.param(size, 40, marks=pytest.mark.thorough) for size in (2, 3, 4, 5, 8))],
+)
+def test_random_configurations(size, count):
+    for answers in processes.run(size, random_configurations, count, within=600.0):
+        assert not {name: x for name, x in answers.items() if x > EXACT}

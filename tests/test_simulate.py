@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -102,6 +103,22 @@ def rows_of_a_run(ranks: list[int], network: Network, second: int) -> list[Recor
     ]
 
 
+def test_a_transformers_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """29 layers with windows and 5 full ones of Gemma 3 4B: a window's rows do not depend on the number of ranks."""
+    sizes = {"num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    config = {"model_type": "gemma3_text", "hidden_size": 2560, "sliding_window": 1024, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--tokens", "1048576", "--ranks", "32", "--least", "2", "--dtype", "bfloat16"]
+    assert main(["simulate", "--model", str(tmp_path), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["2", "8", "32"]
+    window, full = 29 * 1023, 5 * (1048576 - 32768)
+    received = (window + full) * 2 * 4 * 256 * 2
+    assert lines[4].split()[2] == f"{received / 1e9:.3f}"
+    assert lines[2].split()[-1] == "6.845"
+    assert lines[-2].startswith("29 layers of Window(before=1023")
+
+
 def test_the_picture_is_of_the_newest_network() -> None:
     fast, slow = Network(5e-6, 50e9), Network(5e-6, 1e9)
     first, second = rows_of_a_run([2, 8], fast, 1), rows_of_a_run([8, 32], slow, 2)
@@ -119,6 +136,7 @@ def test_the_picture_is_of_the_newest_network() -> None:
     ("options", "words"),
     [
         (["--tokens", "0"], "--tokens must be positive and finite; got 0"),
+        (["--model", "nowhere"], "--model nowhere: there is no such file or folder"),
         (["--tokens", "1000", "--ranks", "64"], "--tokens 1000 must be a multiple of --ranks 64"),
         (
             ["--tokens", "4096", "--ranks", "64", "--transport", "ulysses"],

@@ -59,6 +59,7 @@ from dilated_attention.integrations.layer_masks import (
     with_samples,
     without_mask,
 )
+from dilated_attention.integrations.model_traffic import exchange_plan as exchange_plan
 from dilated_attention.integrations.own_attention import NAME as NAME
 from dilated_attention.integrations.own_attention import (
     Chosen,

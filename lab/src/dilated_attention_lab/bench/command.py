@@ -330,6 +330,8 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         option(parser, name, int, text, default)
     option(parser, "transport", str, "how rows move", "auto", choices=["auto", *TRANSPORTS], metavar=None)
     flag(parser, "not-causal", "let queries see later keys too")
+    model = "a config.json of transformers, or its folder: print what its layers move, and run nothing"
+    option(parser, "model", Path, model)
     option(parser, "dtype", str, "dtype of q, k and v", "float32", choices=DTYPES, metavar=None)
     option(parser, "latency", float, "modelled seconds per message", 5e-6)
     option(parser, "bandwidth", float, "modelled bytes per second and rank", 50e9)
@@ -345,6 +347,12 @@ def _simulate(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name} must be positive and finite; got {getattr(options, name)}")
     if options.tokens % options.ranks:
         raise ValueError(f"--tokens {options.tokens} must be a multiple of --ranks {options.ranks}")
+    if options.model is not None:
+        network = simulate.Network(options.latency, options.bandwidth)
+        worlds_of = simulate.world_sizes(options.least, options.ranks)
+        lengths = {ranks: options.tokens // options.ranks * ranks for ranks in worlds_of}
+        print(simulate.of_model(options.model, lengths, getattr(torch, options.dtype), not options.not_causal, network))
+        return 0
     worlds = [
         simulate.World(
             seq_len=options.tokens // options.ranks * ranks,

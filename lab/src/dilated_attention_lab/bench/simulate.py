@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -173,6 +174,38 @@ def world_sizes(least: int, most: int) -> list[int]:
         sizes.append(least)
         least *= 4
     return [*sizes, most]
+
+
+def of_model(path: Path, lengths: dict[int, int], dtype: torch.dtype, is_causal: bool, network: Network) -> str:
+    """Return a table of what the last rank receives in a forward of a transformers model, beside other schemes.
+
+    Args:
+        path: its `config.json`, or the folder of this file.
+        lengths: the tokens on all ranks, by the number of ranks.
+    """
+    from transformers import AutoConfig
+
+    from dilated_attention.integrations.huggingface import exchange_plan
+
+    if not path.exists():
+        raise ValueError(f"--model {path}: there is no such file or folder")
+    config = AutoConfig.from_pretrained(path)
+    lines = [
+        "counted: bytes that the last rank receives in a forward; modelled: their time, and the other schemes' bytes",
+        f"{'ranks':>7} {'tokens':>15} {'GB':>9} {'seconds':>9} {'ring, GB':>10} {'Ulysses, GB':>12}",
+    ]
+    for ranks, seq_len in lengths.items():
+        plan = exchange_plan(config, seq_len, ranks, dtype=dtype, is_causal=is_causal)
+        messages = sum([kind.count * kind.plan.peers_received for kind in plan.layers])
+        seconds = network.seconds(plan.bytes_received, messages)
+        ulysses = "too few heads"
+        if plan.ulysses_bytes is not None:
+            ulysses = f"{plan.ulysses_bytes / 1e9:.3f}"
+        sizes = f"{plan.bytes_received / 1e9:9.3f} {seconds:9.4f} {plan.ring_bytes / 1e9:10.3f} {ulysses:>12}"
+        lines.append(f"{ranks:7,} {seq_len:15,} {sizes}")
+    for kind in plan.layers:
+        lines.append(f"{kind.count} layers of {kind.pattern!r}")
+    return "\n".join(lines)
 
 
 def rows(found: Rehearsal, network: Network) -> Iterator[Row]:
