@@ -124,6 +124,18 @@ def test_context_parallel(tmp_path):
     assert len(re.findall(r"step \d: \d", text)) == 3
 
 
+def test_transformers_context(tmp_path):
+    """The loss of each step is that of one rank."""
+    (tmp_path / "run.py").write_text(THEN_NO_GLOO)
+    losses = []
+    for ranks in (1, 2):
+        text = torchrun(ranks, tmp_path / "run.py", FOLDER / "transformers_context.py")
+        losses.append([float(x) for x in re.findall(r"step \d: (\S+) nats", text)])
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+    assert losses[0][2] < losses[0][0]
+    assert "2 layers of Window(before=127" in text
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("context", ["1", "2"])
 def test_context_parallel_fsdp2(context, tmp_path):
