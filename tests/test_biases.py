@@ -21,8 +21,9 @@ from tolerances import excess
 CPU = torch.device("cpu")
 
 
-def served(dtype: torch.dtype) -> list[str]:
-    return [name for name, x in BACKENDS.items() if x.refusal(Facts(CPU, dtype, 8, 32, ("bias",))) is None]
+def served(dtype: torch.dtype, *needs: str) -> list[str]:
+    facts = Facts(CPU, dtype, 8, 32, ("bias", *needs))
+    return [name for name, x in BACKENDS.items() if x.refusal(facts) is None]
 
 
 # ---- the definitions
@@ -148,7 +149,7 @@ def check(seed: int, dtype: torch.dtype) -> None:
     """Make a random call, and compare out, lse and all gradients of each backend with the definition."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    batch, seq_len = rng.choice([1, 1, 2, 3]), rng.choice([1, 2, 17, 33, 40])
+    batch, seq_len = rng.choice([1, 1, 2, 3]), rng.choice([1, 2, 17, 33, 40, 40, 150])
     kv_heads, ratio = rng.choice([1, 2, 3]), rng.choice([1, 2])
     heads = kv_heads * ratio
     pattern = pattern_of(rng, seq_len, heads, kv_heads, rng.choice([(4, 3), (16, 16), (1, 5)]))
@@ -227,7 +228,10 @@ def check(seed: int, dtype: torch.dtype) -> None:
         return found, sizes
 
     expected, sizes = definition()
-    for backend in served(dtype):
+    needs = ["softcap"] if options["softcap"] else []
+    if name == "plane":
+        needs.append("a table over coordinates")
+    for backend in served(dtype, *needs):
         torch.manual_seed(seed)
         with mock.patch.object(native, "_TILE_BYTES", rng.choice([1, native._TILE_BYTES])):
             out, lse = attention(q, k, v, pattern, **options, bias=bias, backend=backend, return_lse=True)

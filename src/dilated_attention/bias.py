@@ -33,8 +33,11 @@ from dilated_attention.errors import UnsupportedError
 __all__ = ["Alibi", "QueryBias", "RelativeBias"]
 
 METRICS = ("euclidean", "manhattan", "chebyshev")
-FORMS = ("none", *METRICS, "relative", "by query", "by pair")
+DISTANCES = ("alibi", *METRICS)
+FORMS = ("none", *DISTANCES, "relative", "relative in space", "by query", "by pair")
 """The names of the forms. `Scores.bias` is an index of this tuple."""
+BY_DIFFERENCE = ("alibi", "relative")
+"""The forms that depend on the difference of positions alone."""
 
 
 class Normal(NamedTuple):
@@ -91,7 +94,8 @@ class Alibi:
     def normal(self, q: Tensor, k: Tensor, reach: int, placed: bool) -> Normal:
         _check_heads("slopes", self.slopes, q)
         _check_reach(self.coordinates, q, reach, placed)
-        return Normal(FORMS.index(self.metric), self.slopes[None], self.coordinates)
+        name = "alibi" if self.coordinates is None else self.metric
+        return Normal(FORMS.index(name), self.slopes[None], self.coordinates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +149,8 @@ class RelativeBias:
         _check_reach(self.coordinates, q, reach, placed)
         if self.buckets is not None and self.buckets.device != q.device:
             raise ValueError(f"buckets must be on q's device, {q.device}; got {self.buckets.device}")
-        return Normal(FORMS.index("relative"), self.table[None], self.coordinates, self.buckets)
+        name = "relative" if self.coordinates is None else "relative in space"
+        return Normal(FORMS.index(name), self.table[None], self.coordinates, self.buckets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +227,7 @@ class Source:
         """Return this source with sums of 0: float64 where many queries read an entry, and float32 at least."""
         tensor = self.tensor
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        if FORMS[self.form] in (*METRICS, "relative") and tensor.device.type != "mps":
+        if FORMS[self.form] not in ("by query", "by pair") and tensor.device.type != "mps":
             dtype = torch.float64
         sums = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
         return Source(self.form, tensor, self.shape, self.buckets, sums)
@@ -330,7 +335,7 @@ class Added(NamedTuple):
             queries = queries.to(wide)
             keys = keys.to(wide)
         difference = keys[:, :, None] - queries[:, :, :, None]
-        if name in METRICS:
+        if name in DISTANCES:
             return None, _distance(difference, name).to(dtype).neg_()
         if name == "by query":
             extent = self.source.shape[-1]

@@ -236,6 +236,8 @@ class Call:
         bias = biases.normal(options["bias"], q, k, starts, placed(options))
         if bias is not None:
             scores = scores._replace(bias=float(bias.form))
+            compat = getattr(pattern, "compat", None)
+            _refuse("with a bias", ("compat", compat is not None, "leave compat out"))
         branches = branched_factor(pattern, seq_len).branches(k.shape[2], head_offset)
         call = cls(
             branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, scores, over_ranks)),
@@ -598,6 +600,7 @@ def _facts(
         ("a block layout", isinstance(pattern, (BlockLayout, Product))),
         ("masks inside blocks", _has_masks(pattern)),
         ("a window", branches.bands),
+        ("a table over coordinates", scores.bias == biases.FORMS.index("relative in space")),
     )
     needs = (*scores.needs, *[name for name, is_asked in asked if is_asked])
     pairs = list(zip(branches.segment_lengths, branches.dilation_rates, strict=True))

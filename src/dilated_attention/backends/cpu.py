@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import dropout, tiles
+from dilated_attention.backends.cpu_bias import Entries, entries_of
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.jobs import Launch, Launches, launch_of
 from dilated_attention.backends.problem import MOST_PREPARED, Layouts, Problem, Repeat
@@ -52,6 +53,8 @@ def refusal(facts: Facts) -> str | None:
     why = missing()
     if why is not None:
         return why
+    if "a table over coordinates" in facts.needs or {"bias", "softcap"} <= set(facts.needs):
+        return "the kernels add no table over coordinates, and no bias under a softcap; native does"
     return tiles.refusal(facts, MAX_HEAD_DIM)
 
 
@@ -172,6 +175,7 @@ def forward(
     out, lse = state
     arguments = _Arguments(problem, q, k, v)
     arguments.set(out=out, lse=lse)
+    arguments.set_bias("queries")
     for launch in launches(problem, q, "queries", forward=True):
         run("forward", arguments, launch)
     return out, lse
@@ -251,6 +255,7 @@ def backward(
     stats = lse.new_empty((*lse.shape, 2))
     arguments.set(dout=dout, out=out, lse=lse, dlse=dlse, stats=stats, dk=dk, dv=dv, add_dq=add_dq, add_dkdv=add_dkdv)
 
+    arguments.set_bias("keys")
     if keys or together:
         run("stats", arguments, (*keys, *together)[0])
     for launch in keys:
@@ -258,6 +263,9 @@ def backward(
     arguments.set(dq=dq)
     for launch in together:
         run("dkdv", arguments, launch)
+    if arguments.bias is not None:
+        arguments.bias.collect()
+    arguments.set_bias("queries")
     for launch in queries:
         run("dq", arguments, launch)
 
@@ -317,16 +325,20 @@ def launches(
     if layouts is not None:
         blocks = tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
     own = _own(side, q, plan)
+    few = 0
     joinable = 1
-    if side == "queries" and layouts is not None:
-        joinable = _sharing(q.shape[2], plan, layouts)
-    few = PROCESSOR.most_few(q.dtype)
+    if problem.bias is None:  # only kernels/cpu/forward.h and backward.h add one, to the rows of one head
+        few = PROCESSOR.most_few(q.dtype)
+        if side == "queries" and layouts is not None:
+            joinable = _sharing(q.shape[2], plan, layouts)
     if side == "keys":
         vectors = 4
     else:
         vectors = 3 * q.shape[2] // max(1, plan.num_heads)
     together = max(1, ROOM // (4 * q.shape[-1] * vectors))
-    by_block = forward and layouts is not None and _fill_lanes(layouts, joinable, MORE_BY_BLOCK * together)
+    by_block = False
+    if forward and layouts is not None and problem.bias is None:
+        by_block = _fill_lanes(layouts, joinable, MORE_BY_BLOCK * together)
     if by_block:
         together *= MORE_BY_BLOCK
 
@@ -392,12 +404,13 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
 
 _POINTERS = (
     "q", "k", "v", "dout", "out", "lse", "dlse", "stats", "dq", "dk", "dv", "lines", "jobs", "indptr", "indices",
-    "hidden", "lengths", "query_words", "key_words",
+    "hidden", "lengths", "query_words", "key_words", "bias", "bias_sums", "query_at", "key_at",
 )  # fmt: skip
 _INTEGERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh", "vsb", "vsn", "vsh", "dsb", "dsn", "dsh",
     "job_count", "spans", "own", "lsb", "lsh", "LH", "size", "kwn", "kwh", "threshold", "add_dq", "add_dkdv", "few",
-    "joined", "by_block", "threads",
+    "joined", "by_block", "threads", "bias_kind", "bias_batch", "bias_head", "bias_row", "bias_at", "column_of_key",
+    "column_of_query", "first_column", "columns", "axes", "query_at_batch", "key_at_batch", "bias_shared",
 )  # fmt: skip
 
 
@@ -451,6 +464,10 @@ class _Arguments:
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
         self.set(q=q, k=k, v=v, lengths=problem.lengths)
+        self.bias: Entries | None = None
+        if problem.bias is not None:
+            one_by_one = self.call.threads == 1 or len(problem.plan.groups) == 1
+            self.bias = entries_of(problem.bias, problem.attributes, q, k, one_by_one)
 
         if problem.hidden is not None:
             self.set(hidden=problem.hidden[..., 0].expand(batch, -1).contiguous())
@@ -474,6 +491,11 @@ class _Arguments:
                 self.tensors[name] = x
                 x = x.data_ptr()
             setattr(self.call, name, x)
+
+    def set_bias(self, side: Side) -> None:
+        """Set the arguments of the bias, if there is one, for kernels whose tiles hold queries or keys."""
+        if self.bias is not None:
+            self.set(**self.bias.arguments(side))
 
     def launch(self, launch: Launch) -> None:
         """Set the arguments that a launch determines: its tiles, jobs and lists of blocks."""

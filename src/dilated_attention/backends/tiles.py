@@ -60,8 +60,6 @@ def refusal(facts: Facts, most: int = MAX_HEAD_DIM) -> str | None:
         return "the kernels read no masks inside blocks; native does"
     if facts.seq_len > MAX_TOKENS:
         return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
-    if "bias" in facts.needs:
-        return "the kernels add no bias to scores; native does"
     return None
 
 

@@ -77,6 +77,8 @@ def refusal(facts: Facts) -> str | None:
     why = _refusal_of(facts.device)
     if why is not None:
         return why
+    if "bias" in facts.needs:
+        return "the kernels add no bias to scores; native does"
     return tiles.refusal(facts)
 
 

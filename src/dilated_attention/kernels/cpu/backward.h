@@ -1,6 +1,6 @@
 // The backward, from the merged out and lse: tiles and loops as in the forward, or of keys that stream the queries.
 #pragma once
-#include "tiles.h"
+#include "bias.h"
 
 namespace {
 
@@ -46,7 +46,8 @@ class BackwardDq {
 
   int64_t count() const { return call.job_count * call.B * query_heads; }
   int64_t floats() const {
-    return kept.floats() + own * (2 * shape.stride + shape.columns + 14) + CHUNK * (2 * LANES + 2) + 16 * WIDTH;
+    return kept.floats() + own * (2 * shape.stride + shape.columns + 14) + CHUNK * (2 * LANES + 2) + 16 * WIDTH +
+           Bias<Side::queries>::floats(call, own);
   }
 
   void begin(float *memory) const { kept.clear(memory); }
@@ -92,6 +93,7 @@ class BackwardDq {
     const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
                       float(call.keep_scale)};
     if (words.any) read_query_words(call, b, n, token, rows, first, second, joined);
+    const Bias<Side::queries> bias(call, b, n, token, rows, parts);
 
     const auto with_gradient = [&](auto body) {
       with_rows<Element>(call.dq, call.add_dq, b, n, call.N, heads, call.D, [&](auto to, bool add) {
@@ -116,7 +118,8 @@ class BackwardDq {
         ahead.ask(group, held.groups());
         const auto attend = [&](auto capped) {
           attend_dq<capped()>(shape, q + lane * shape.stride, dout + lane * shape.stride, scores, v, k_values,
-                              lse + lane, delta + lane, dq + lane * shape.columns, held, group, chunk, scaling, words, s, dp);
+                              lse + lane, delta + lane, dq + lane * shape.columns, held, group, chunk, scaling, words, bias, s,
+                              dp);
         };
         scaling.capped ? attend(std::true_type()) : attend(std::false_type());
       }
@@ -140,7 +143,7 @@ class BackwardDkdv {
   int64_t count() const { return call.job_count * call.B; }
   int64_t floats() const {
     return kept.floats() + own * (2 * shape.stride + 3 * shape.columns + 6) +
-           CHUNK * (shape.columns + 2 * LANES + ROW + 2) + 24 * WIDTH;
+           CHUNK * (shape.columns + 2 * LANES + ROW + 2) + 24 * WIDTH + Bias<Side::keys>::floats(call, own);
   }
 
   void begin(float *memory) const { kept.clear(memory); }
@@ -204,6 +207,7 @@ class BackwardDkdv {
     for (int64_t n = h * call.G; n < (h + 1) * call.G; n++) {
       const auto Q = inputs.q(b, n), dO = inputs.dout(b, n);
       const int64_t g = n - h * call.G;
+      Bias<Side::keys> bias(call, b, n, token, held.count, parts);
       const Task now{&tile, b, g}, then = g + 1 < call.G ? Task{&tile, b, g + 1} : next;
       for_each_chunk<Side::keys>(inputs, kept, memory, now, then, [&](const Chunk &chunk, Ahead &ahead, bool last) {
         if (call.dq)
@@ -239,11 +243,13 @@ class BackwardDkdv {
             ahead.ask(group, held.groups());
             const Keys keys{k + at * shape.stride, v + at * shape.stride, dk + at * shape.columns,
                             dv + at * shape.columns};
-            const auto attend = [&](auto capped) {
-              return attend_dkdv<capped()>(shape, keys, queries, held, group, chunk, scaling, words, s, dp,
+            const auto attend = [&](auto formed) {
+              return attend_dkdv<formed()>(shape, keys, queries, held, group, chunk, scaling, words, bias, s, dp,
                                            call.dq ? rows + i * WORDS : nullptr, ROW);
             };
-            const Window w = scaling.capped ? attend(std::true_type()) : attend(std::false_type());
+            const Window w = bias.any         ? attend(std::integral_constant<Formed, Formed::biased>())
+                             : scaling.capped ? attend(std::integral_constant<Formed, Formed::capped>())
+                                              : attend(std::integral_constant<Formed, Formed::plainly>());
             if (w.from < w.to) seen.from = int(least(seen.from, w.from)), seen.to = int(most(seen.to, w.to));
           }
           if (call.dq && seen.from < seen.to)
@@ -252,6 +258,7 @@ class BackwardDkdv {
         }
         if (call.dq) add_dq(dq, head_of<Float32>(call.dq, b, n, call.N, heads, call.D), chunk);
       });
+      bias.finish();
     }
     const auto write = [&](const float *sums, float times, void *gradient) {
       for (int i = 0; i < held.count; i++) factor[i] = times;

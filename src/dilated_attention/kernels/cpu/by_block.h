@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "bias.h"
 #include "few.h"
 #include "tiles.h"
 
@@ -227,7 +228,7 @@ class ForwardByBlock {
       const Chunk &chunk = chunks[piece];
       if (words.any) read_key_words(call, h, chunk.token, chunk.count, words_k);
       attend(shape, q, k + piece * CHUNK * shape.stride, v + piece * shape.values, {m, z, acc}, held, 0, chunk, scaling,
-             words, s);
+             words, Unbiased(), s);
       if (!finite[piece]) spread_infinities<Element>(V, call.D, held, 0, chunk, acc);
     }
 

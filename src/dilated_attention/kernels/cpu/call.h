@@ -39,6 +39,9 @@ struct Call {
   const uint8_t *hidden;            // (B, M): keys that nobody sees, or null
   const int64_t *lengths;           // (B): tokens of each sample, later rows see nothing and are not seen; or null
   const int32_t *query_words, *key_words;  // dropout (backends/dropout.py): (B, N, H * G, 2) and by kwn, kwh; or null
+  const float *bias;                // entries of a bias (bias.h), or null
+  void *bias_sums;                  // sums of its gradient, float64, or float32 by row; or null
+  const float *query_at, *key_at;   // coordinates (rows, axes) of a bias by distance
   int64_t B, N, M, H, G, D;
   int64_t qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh;
   int64_t job_count, spans, own;  // spans of a line; the most rows of a tile
@@ -49,6 +52,10 @@ struct Call {
   int64_t joined;            // query heads of a token that a tile of queries holds side by side: G if they share a list, or 1
   int64_t by_block;          // whether the forward is that of by_block.h; `own` is then the most rows of a job
   int64_t threads;
+  int64_t bias_kind, bias_batch, bias_head, bias_row, bias_at;  // strides of entries; see bias.h
+  int64_t column_of_key, column_of_query, first_column, columns;
+  int64_t axes, query_at_batch, key_at_batch;
+  int64_t bias_shared;  // whether two threads may add to one sum of a row
   double keep_scale;  // 1 / (1 - dropout_p)
   Scores scores;
 };

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "tiles.h"
+#include "bias.h"
 
 namespace {
 
@@ -20,7 +20,8 @@ class Forward {
 
   int64_t count() const { return call.job_count * call.B * query_heads; }
   int64_t floats() const {
-    return kept.floats() + own * (shape.stride + shape.columns + 12) + CHUNK * (LANES + 2) + 16 * WIDTH;
+    return kept.floats() + own * (shape.stride + shape.columns + 12) + CHUNK * (LANES + 2) + 16 * WIDTH +
+           Bias<Side::queries>::floats(call, own);
   }
   void begin(float *memory) const { kept.clear(memory); }
 
@@ -65,6 +66,7 @@ class Forward {
     prepare(tile, rows, out, lse, at, m, z, acc);
     const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
     if (words.any) read_query_words(call, b, n, token, rows, a, w, joined);
+    const Bias<Side::queries> bias(call, b, n, token, rows, parts);
 
     for_each_chunk<Side::queries>(inputs, kept, memory, task, next, [&](const Chunk &chunk, Ahead &ahead, bool last) {
       if (last) ahead.add(out, call.D, at, rows);
@@ -79,7 +81,7 @@ class Forward {
         const int64_t lane = group * LANES;
         ahead.ask(group, held.groups());
         attend(shape, q + lane * shape.stride, k, v, {m + lane, z + lane, acc + lane * shape.columns}, held, group, chunk,
-               scaling, words, s);
+               scaling, words, bias, s);
         if (!slot.finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + lane * shape.columns);
       }
     });

@@ -155,15 +155,20 @@ struct Running {
 }
 
 // One step of the online softmax. v are values of the chunk, s is room for CHUNK rows.
-template <class Arithmetic>
+template <class Arithmetic, class Bias>
 inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, const Word *v, Running run,
-                   const Held &held, int group, const Chunk &chunk, Scaling scaling, const Words &words, float *s) {
+                   const Held &held, int group, const Chunk &chunk, Scaling scaling, const Words &words,
+                   const Bias &bias, float *s) {
   const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
   multiply(Arithmetic(), k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
            lanes);
   if (scaling.capped) cap(w, lanes, scaling.inner, s);
+  if (bias.any) {
+    bias.add(group, chunk, w, lanes, scaling.scale, s);
+    scaling.scale = 1;
+  }
   if (w.masked) hide(held, group, chunk, w, s);
   const bool drops = words.any;
   const Lanes c = all(scaling.scale);
@@ -213,10 +218,11 @@ inline Lanes where_seen(Lanes s, bool masked, Lanes x) { return masked ? only(in
 
 // dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do v - delta). k_values are the keys as values, s
 // and dp room for CHUNK rows.
-template <bool CAPPED, class Arithmetic>
+template <bool CAPPED, class Arithmetic, class Bias>
 inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dout, const Word *k, const Word *v,
                       const Word *k_values, const float *lse, const float *delta, float *dq, const Held &held,
-                      int group, const Chunk &chunk, Scaling scaling, const Words &words, float *s, float *dp) {
+                      int group, const Chunk &chunk, Scaling scaling, const Words &words, const Bias &bias, float *s,
+                      float *dp) {
   const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
@@ -225,6 +231,10 @@ inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Wo
   multiply(Arithmetic(), v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from,
            lanes);
   if constexpr (CAPPED) cap(w, lanes, scaling.inner, s);
+  if (bias.any) {
+    bias.add(group, chunk, w, lanes, scaling.scale, s);
+    scaling.scale = 1;
+  }
   if (w.masked) hide(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int x = 0; x < lanes; x += WIDTH) {
@@ -263,10 +273,13 @@ struct Keys {
 
 // dv += p do and dk += ds q (short of the scale). With `rows` also ds, [CHUNK][row_words] with 0 where nothing is seen,
 // for a product with keys. s and dp are room for CHUNK rows. Returns the rows of the chunk that were seen.
-template <bool CAPPED, class Arithmetic>
+enum class Formed { plainly, capped, biased };  // how scores are made of products
+
+template <Formed FORMED, class Arithmetic, class Bias>
 inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, const Held &held,
-                          int group, const Chunk &chunk, Scaling scaling, const Words &words, float *s, float *dp,
-                          Word *rows, int64_t row_words) {
+                          int group, const Chunk &chunk, Scaling scaling, const Words &words, Bias &bias, float *s,
+                          float *dp, Word *rows, int64_t row_words) {
+  constexpr bool CAPPED = FORMED == Formed::capped, BIASED = FORMED == Formed::biased;
   const Window w = window<Side::keys, Arithmetic::ROWS>(held, group, chunk);
   constexpr int WORDS = LANES / Arithmetic::PER_WORD;
   if (rows)
@@ -282,6 +295,10 @@ inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, c
   multiply(Arithmetic(), queries.dout + w.from * shape.stride, shape.stride, keys.v, shape.words, dp + w.from * LANES,
            count, lanes);
   if constexpr (CAPPED) cap(w, lanes, scaling.inner, s);
+  if constexpr (BIASED) {
+    bias.add(group, chunk, w, lanes, scaling.scale, s);
+    scaling.scale = 1;
+  }
   if (w.masked) hide(held, group, chunk, w, s);
   const bool masked = w.masked, drops = words.any;
   for (int j = w.from; j < w.to; j += 2) {
@@ -299,6 +316,7 @@ inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, c
         y = p[u][x] * (y - all(queries.delta[row]));
         if constexpr (CAPPED) y = y * slope(score);
         ds[u][x] = where_seen(score, masked, y);
+        if constexpr (BIASED) store(bias.room() + row * LANES + lane, ds[u][x]);
         if (drops) p[u][x] = drop<Side::keys>(words, group * LANES + lane, row, p[u][x]);
       }
 #pragma GCC unroll 3
@@ -309,6 +327,8 @@ inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, c
     }
     if (rows) store_weight_rows(Arithmetic(), ds, rows + j * row_words, row_words);
   }
+  if constexpr (BIASED)
+    if (bias.collects()) bias.collect(group, chunk, w);
   multiply_transposed(Arithmetic(), queries.dout_values, s, w.from, count, keys.dv, shape.columns, lanes);
   multiply_transposed(Arithmetic(), queries.q_values, dp, w.from, count, keys.dk, shape.columns, lanes);
   return w;

@@ -23,6 +23,7 @@ inline void store(float *x, Lanes y, Mask where) { _mm512_mask_store_ps(x, where
 inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
 inline Lanes multiply_subtract(Lanes a, Lanes b, Lanes c) { return _mm512_fmsub_ps(a, b, c); }
 inline Lanes larger(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
+inline Lanes square_root(Lanes x) { return _mm512_sqrt_ps(x); }
 inline Lanes magnitude(Lanes x) { return _mm512_andnot_ps(all(-0.f), x); }
 inline Lanes with_sign_of(Lanes x, Lanes y) { return _mm512_or_ps(_mm512_and_ps(all(-0.f), x), y); }  // y >= 0
 inline float sum_of(Lanes x) { return _mm512_reduce_add_ps(x); }

@@ -23,6 +23,7 @@ inline void store(float *x, Lanes y, Mask where) { store(x, vbslq_f32(where, y, 
 inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return vfmaq_f32(c, a, b); }
 inline Lanes multiply_subtract(Lanes a, Lanes b, Lanes c) { return vfmaq_f32(vnegq_f32(c), a, b); }
 inline Lanes larger(Lanes a, Lanes b) { return vmaxq_f32(a, b); }  // NaN where either is
+inline Lanes square_root(Lanes x) { return vsqrtq_f32(x); }
 inline Lanes magnitude(Lanes x) { return vabsq_f32(x); }
 inline Lanes with_sign_of(Lanes x, Lanes y) {  // y >= 0
   return floats((integers(all(-0.f)) & integers(x)) | integers(y));

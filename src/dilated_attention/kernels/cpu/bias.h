@@ -1,0 +1,199 @@
+// What a bias (bias.py) adds to the scores of a tile, made in registers, and the sums of its gradient.
+//
+// Rows that a tile holds lie in lanes; `other` is the token of a row that the loop streams. Of three kinds:
+//   by difference   an entry of a table for each head: held - other + at, so that lanes of neighbouring tokens are one
+//                   load. backends/cpu.py makes a table of all differences, which is as long as q and k together, and
+//                   turns it round for tiles of queries.
+//   a distance      of coordinates, times a factor for each head
+//   by row          an entry of what each query brings: at k * column_of_key + q * column_of_query + first_column
+#pragma once
+#include <cstring>
+
+#include "tiles.h"
+
+namespace {
+
+enum class BiasKind : int64_t { none, by_difference, euclidean, manhattan, chebyshev, by_row };
+
+inline Lanes load_anywhere(const float *x) { return floats(load_integers(reinterpret_cast<const int32_t *>(x))); }
+
+// *to += x, where other threads may do the same.
+template <class Number>
+void add_shared(Number *to, Number x) {
+  Number before, after;
+  __atomic_load(to, &before, __ATOMIC_RELAXED);
+  do after = before + x;
+  while (!__atomic_compare_exchange(to, &before, &after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
+// What kernels give to `attend` that add no bias.
+struct Unbiased {
+  static constexpr bool any = false;
+  void add(int, const Chunk &, Window, int, float, float *) const {}
+};
+
+template <Side HELD>
+class Bias {
+ public:
+  const bool any;
+
+  // The memory of a tile of `own` rows.
+  static int64_t floats(const Call &call, int64_t own) {
+    if (!call.bias) return 0;
+    const bool sums = wants_sums(call) && BiasKind(call.bias_kind) == BiasKind::by_difference;
+    return call.axes * round_up(own, LANES) + (CHUNK + 1) * LANES + (sums ? call.bias_head : 0) + 4 * WIDTH;
+  }
+
+  // `token`: the `count` rows that the tile holds; n: a query head. `parts` gives the memory.
+  Bias(const Call &call, int64_t b, int64_t n, const int64_t *token, int count, Parts parts)
+      : any(call.bias), call(call), kind(BiasKind(call.bias_kind)), token(token), count(count) {
+    if (!any) return;
+    const int64_t entries = b * call.bias_batch + n * call.bias_head;
+    entry = call.bias + entries;
+    scratch = parts.take(LANES), gradients = parts.take(CHUNK * LANES);
+    held_at = parts.take(call.axes * round_up(count, LANES));
+    if (is_distance()) {
+      const float *at = HELD == Side::queries ? call.query_at + b * call.query_at_batch : call.key_at + b * call.key_at_batch;
+      others_at = HELD == Side::queries ? call.key_at + b * call.key_at_batch : call.query_at + b * call.query_at_batch;
+      for (int64_t a = 0; a < call.axes; a++)
+        for (int i = 0; i < round_up(count, LANES); i++)
+          held_at[a * round_up(count, LANES) + i] = i < count ? at[token[i] * call.axes + a] : 0;
+    }
+    if (!collects()) return;
+    if (kind != BiasKind::by_row) total_sums = static_cast<double *>(call.bias_sums) + entries;
+    if (kind == BiasKind::by_row) row_sums = static_cast<float *>(call.bias_sums) + entries;
+    if (kind != BiasKind::by_difference) return;
+    sums = parts.take(call.bias_head);
+    std::memset(sums, 0, call.bias_head * sizeof(float));
+  }
+
+  bool collects() const { return wants_sums(call); }
+
+  // Room for the gradient of the scores of a group and a chunk, [CHUNK][LANES].
+  float *room() const { return gradients; }
+
+  // s = s * scale + bias * log2 e in the rows of a window.
+  void add(int group, const Chunk &chunk, Window w, int lanes, float scale, float *s) const {
+    with_values(group, [&](auto value) {
+      for (int j = w.from; j < w.to; j++) {
+        const int64_t other = chunk.token[j < chunk.count ? j : 0];
+        for (int x = 0; x < lanes; x += WIDTH) {
+          float *at = s + j * LANES + x;
+          store(at, multiply_add(load(at), all(scale), value(x, other) * all(LOG2E)));
+        }
+      }
+    });
+  }
+
+  // Add the gradient of the scores in `room`, 0 where nothing is seen.
+  void collect(int group, const Chunk &chunk, Window w) {
+    const int first = group * LANES, lanes = count - first < LANES ? count - first : LANES;
+    const int stop = w.to < chunk.count ? w.to : chunk.count;
+    const bool dense = is_dense(group);
+    Lanes far = zeros();
+    for (int j = w.from; j < stop; j++) {
+      const int64_t other = chunk.token[j];
+      const float *ds = gradients + j * LANES;
+      if (kind == BiasKind::by_difference && dense) {
+        float *to = sums + token[first] - other + call.bias_at;
+        for (int x = 0; x < lanes; x += WIDTH)
+          store(reinterpret_cast<Float32 *>(to + x), load_anywhere(to + x) + load(ds + x), WIDTH);
+      } else if (kind == BiasKind::by_difference) {
+        for (int x = 0; x < lanes; x++) sums[token[first + x] - other + call.bias_at] += ds[x];
+      } else if (is_distance()) {
+        for (int x = 0; x < lanes; x += WIDTH) far = multiply_add(load(ds + x), distance(first + x, other), far);
+      } else {
+        for (int x = 0; x < lanes; x++) {
+          const int64_t at = place(token[first + x], other);
+          if (at < 0) continue;
+          if (call.bias_shared)
+            add_shared(row_sums + at, ds[x]);
+          else
+            row_sums[at] += ds[x];
+        }
+      }
+    }
+    if (is_distance()) total += double(::sum_of(far));
+  }
+
+  // Add the sums of the tile to those of the call.
+  void finish() {
+    if (!any || !collects()) return;
+    if (is_distance()) add_shared(total_sums, total);
+    if (kind != BiasKind::by_difference) return;
+    for (int64_t i = 0; i < call.bias_head; i++)
+      if (sums[i] != 0) add_shared(total_sums + i, double(sums[i]));
+  }
+
+ private:
+  const Call &call;
+  const BiasKind kind;
+  const int64_t *const token;
+  const int count;
+  const float *entry = nullptr, *others_at = nullptr;
+  float *held_at = nullptr, *scratch = nullptr, *gradients = nullptr, *sums = nullptr, *row_sums = nullptr;
+  double *total_sums = nullptr, total = 0;
+
+  static bool wants_sums(const Call &call) { return HELD == Side::keys && call.bias_sums; }
+  bool is_distance() const {
+    return kind == BiasKind::euclidean || kind == BiasKind::manhattan || kind == BiasKind::chebyshev;
+  }
+
+  // Whether the rows of a group are neighbouring tokens.
+  bool is_dense(int group) const {
+    const int first = group * LANES, last = (first + LANES < count ? first + LANES : count) - 1;
+    return token[last] - token[first] == last - first;
+  }
+
+  // body(value): value(x, other) is the bias of lanes x to x + WIDTH - 1 of the group and a streamed row.
+  template <class Body>
+  void with_values(int group, Body body) const {
+    const int first = group * LANES;
+    if (kind == BiasKind::by_difference && is_dense(group)) {
+      const float *from = entry + token[first] + call.bias_at;
+      return body([=](int x, int64_t other) { return load_anywhere(from - other + x); });
+    }
+    if (is_distance()) {
+      const Lanes factor = all(*entry);
+      return body([=](int x, int64_t other) { return distance(first + x, other) * factor; });
+    }
+    body([=](int x, int64_t other) {
+      for (int i = 0; i < WIDTH; i++) {
+        scratch[i] = 0;
+        if (first + x + i >= count) continue;
+        const int64_t held = token[first + x + i];
+        if (kind == BiasKind::by_difference) {
+          scratch[i] = entry[held - other + call.bias_at];
+        } else {
+          const int64_t at = place(held, other);
+          if (at >= 0) scratch[i] = entry[at];
+        }
+      }
+      return load(scratch);
+    });
+  }
+
+  // The entry of a query and a key in what the query brings; -1: none.
+  int64_t place(int64_t held, int64_t other) const {
+    const int64_t q = HELD == Side::queries ? held : other, k = HELD == Side::queries ? other : held;
+    const int64_t column = call.column_of_key * k + call.column_of_query * q + call.first_column;
+    return column < 0 || column >= call.columns ? -1 : q * call.bias_row + column;
+  }
+
+  Lanes distance(int lane, int64_t other) const {
+    const float *at = others_at + other * call.axes;
+    Lanes sum = zeros();
+    for (int64_t a = 0; a < call.axes; a++) {
+      const Lanes apart = load(held_at + a * round_up(count, LANES) + lane) - all(at[a]);
+      if (kind == BiasKind::manhattan)
+        sum = sum + magnitude(apart);
+      else if (kind == BiasKind::chebyshev)
+        sum = larger(sum, magnitude(apart));
+      else
+        sum = multiply_add(apart, apart, sum);
+    }
+    return kind == BiasKind::euclidean ? square_root(sum) : sum;
+  }
+};
+
+}  // namespace
