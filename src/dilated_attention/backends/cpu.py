@@ -465,7 +465,7 @@ class _Arguments:
         self.tensors: dict[str, Tensor] = {}
         self.set(q=q, k=k, v=v, lengths=problem.lengths)
         self.bias: Entries | None = None
-        if problem.bias is not None:
+        if problem.bias is not None and q.numel() and k.numel():
             one_by_one = self.call.threads == 1 or len(problem.plan.groups) == 1
             self.bias = entries_of(problem.bias, problem.attributes, q, k, one_by_one)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from dilated_attention.kernels.configurations import Side
 
 KINDS = ("none", "by difference", *METRICS, "by row")
 """The names of `BiasKind` of kernels/cpu/bias.h, in order."""
+LOG2E = 1 / math.log(2)
 MARGIN = 64
 """Entries before and after a table: more than the lanes that kernels/cpu/bias.h reads beyond the rows of a tile."""
 
@@ -58,7 +60,7 @@ def _by_difference(source: Source, attributes: Attributes, queries: int, keys: i
     difference = torch.arange(-queries - MARGIN + 1, keys + MARGIN) + first
     places = attributes.queries["places"][:, :1].transpose(1, 2)
     added = Added(source, places, first.new_zeros(1, 1, 1, 1), difference[None, None, :, None])
-    table = added.values(torch.float64).float()
+    table = (added.values(torch.float64) * LOG2E).float()
     batch, heads, _, length = table.shape
 
     sums = None
@@ -77,7 +79,7 @@ def _by_difference(source: Source, attributes: Attributes, queries: int, keys: i
 
 def _by_distance(source: Source, attributes: Attributes, name: str) -> Entries:
     places = attributes.queries["places"][:, 0]
-    factors = source.tensor.take(places).float().neg()
+    factors = (source.tensor.take(places).double() * -LOG2E).float()
     batch, heads = factors.shape
     of_queries = attributes.queries["where"][:, :, 0]
     of_keys = attributes.keys["where"][:, :, 0]
@@ -111,7 +113,7 @@ def _by_row(source: Source, attributes: Attributes, q: Tensor, one_by_one: bool)
     base = int(places[0, 0, 0])
     steps = [int(x[1] - x[0]) if len(x) > 1 else 0 for x in (places[:, 0, 0], places[0, :, 0], places[0, 0])]
     batch, row, head = steps
-    entries = source.tensor.float().contiguous().flatten()
+    entries = (source.tensor.detach().float() * LOG2E).contiguous().flatten()
 
     sums = None
     own_sums = source.sums

@@ -1,6 +1,7 @@
 // What a bias (bias.py) adds to the scores of a tile, made in registers, and the sums of its gradient.
 //
-// Rows that a tile holds lie in lanes; `other` is the token of a row that the loop streams. Of three kinds:
+// Rows that a tile holds lie in lanes; `other` is the token of a row that the loop streams. Entries come times log2 e. Three
+// kinds:
 //   by difference   an entry of a table for each head: held - other + at, so that lanes of neighbouring tokens are one
 //                   load. backends/cpu.py makes a table of all differences, which is as long as q and k together, and
 //                   turns it round for tiles of queries.
@@ -41,7 +42,7 @@ class Bias {
   static int64_t floats(const Call &call, int64_t own) {
     if (!call.bias) return 0;
     const bool sums = wants_sums(call) && BiasKind(call.bias_kind) == BiasKind::by_difference;
-    return call.axes * round_up(own, LANES) + (CHUNK + 1) * LANES + (sums ? call.bias_head : 0) + 4 * WIDTH;
+    return call.axes * round_up(own, LANES) + CHUNK * LANES + (sums ? call.bias_head : 0) + 4 * WIDTH;
   }
 
   // `token`: the `count` rows that the tile holds; n: a query head. `parts` gives the memory.
@@ -50,7 +51,7 @@ class Bias {
     if (!any) return;
     const int64_t entries = b * call.bias_batch + n * call.bias_head;
     entry = call.bias + entries;
-    scratch = parts.take(LANES), gradients = parts.take(CHUNK * LANES);
+    gradients = parts.take(CHUNK * LANES);
     held_at = parts.take(call.axes * round_up(count, LANES));
     if (is_distance()) {
       const float *at = HELD == Side::queries ? call.query_at + b * call.query_at_batch : call.key_at + b * call.key_at_batch;
@@ -74,15 +75,33 @@ class Bias {
 
   // s = s * scale + bias * log2 e in the rows of a window.
   void add(int group, const Chunk &chunk, Window w, int lanes, float scale, float *s) const {
-    with_values(group, [&](auto value) {
+    const int first = group * LANES;
+    const auto with = [&](auto value) {  // value(j, x, other): the bias of a row and the lanes from x on
       for (int j = w.from; j < w.to; j++) {
         const int64_t other = chunk.token[j < chunk.count ? j : 0];
         for (int x = 0; x < lanes; x += WIDTH) {
           float *at = s + j * LANES + x;
-          store(at, multiply_add(load(at), all(scale), value(x, other) * all(LOG2E)));
+          store(at, multiply_add(load(at), all(scale), value(j, x, other)));
         }
       }
-    });
+    };
+    if (kind == BiasKind::by_difference && is_dense(group)) {
+      const float *from = entry + token[first] + call.bias_at;
+      return with([=](int, int x, int64_t other) { return load_anywhere(from - other + x); });
+    }
+    if (is_distance()) {
+      const Lanes factor = all(*entry);
+      return with([=](int, int x, int64_t other) { return distance(first + x, other) * factor; });
+    }
+    if (is_row_of_keys(group)) {
+      const float *from = entry + token[first] + call.first_column;
+      const int left = count - first;
+      return with([=](int, int x, int64_t other) {
+        return load(reinterpret_cast<const Float32 *>(from + other * call.bias_row + x), left - x);
+      });
+    }
+    fill(group, chunk, w);
+    with([=](int j, int x, int64_t) { return load(gradients + j * LANES + x); });
   }
 
   // Add the gradient of the scores in `room`, 0 where nothing is seen.
@@ -102,6 +121,9 @@ class Bias {
         for (int x = 0; x < lanes; x++) sums[token[first + x] - other + call.bias_at] += ds[x];
       } else if (is_distance()) {
         for (int x = 0; x < lanes; x += WIDTH) far = multiply_add(load(ds + x), distance(first + x, other), far);
+      } else if (!call.bias_shared && is_row_of_keys(group)) {
+        auto *to = reinterpret_cast<Float32 *>(row_sums + other * call.bias_row + token[first] + call.first_column);
+        for (int x = 0; x < lanes; x += WIDTH) store(to + x, load(to + x, lanes - x) + load(ds + x), lanes - x);
       } else {
         for (int x = 0; x < lanes; x++) {
           const int64_t at = place(token[first + x], other);
@@ -131,7 +153,7 @@ class Bias {
   const int64_t *const token;
   const int count;
   const float *entry = nullptr, *others_at = nullptr;
-  float *held_at = nullptr, *scratch = nullptr, *gradients = nullptr, *sums = nullptr, *row_sums = nullptr;
+  float *held_at = nullptr, *gradients = nullptr, *sums = nullptr, *row_sums = nullptr;
   double *total_sums = nullptr, total = 0;
 
   static bool wants_sums(const Call &call) { return HELD == Side::keys && call.bias_sums; }
@@ -145,32 +167,37 @@ class Bias {
     return token[last] - token[first] == last - first;
   }
 
-  // body(value): value(x, other) is the bias of lanes x to x + WIDTH - 1 of the group and a streamed row.
-  template <class Body>
-  void with_values(int group, Body body) const {
+  // Whether the lanes of a group are neighbouring entries of a query's row: keys, by pair.
+  bool is_row_of_keys(int group) const {
+    return HELD == Side::keys && kind == BiasKind::by_row && call.column_of_query == 0 && is_dense(group);
+  }
+
+  // Write the bias of a group and the rows of a window to `gradients`, entry by entry: [CHUNK][LANES].
+  void fill(int group, const Chunk &chunk, Window w) const {
     const int first = group * LANES;
-    if (kind == BiasKind::by_difference && is_dense(group)) {
-      const float *from = entry + token[first] + call.bias_at;
-      return body([=](int x, int64_t other) { return load_anywhere(from - other + x); });
-    }
-    if (is_distance()) {
-      const Lanes factor = all(*entry);
-      return body([=](int x, int64_t other) { return distance(first + x, other) * factor; });
-    }
-    body([=](int x, int64_t other) {
-      for (int i = 0; i < WIDTH; i++) {
-        scratch[i] = 0;
-        if (first + x + i >= count) continue;
-        const int64_t held = token[first + x + i];
-        if (kind == BiasKind::by_difference) {
-          scratch[i] = entry[held - other + call.bias_at];
-        } else {
-          const int64_t at = place(held, other);
-          if (at >= 0) scratch[i] = entry[at];
-        }
+    for (int i = 0; i < LANES; i++) {
+      float *to = gradients + i;
+      const auto with = [&](auto value) {
+        for (int j = w.from; j < w.to; j++) to[j * LANES] = value(chunk.token[j < chunk.count ? j : 0]);
+      };
+      if (first + i >= count) {
+        with([](int64_t) { return 0.f; });
+        continue;
       }
-      return load(scratch);
-    });
+      const int64_t held = token[first + i];
+      if (kind == BiasKind::by_difference) {
+        const float *from = entry + held + call.bias_at;
+        with([=](int64_t other) { return from[-other]; });
+      } else if (HELD == Side::queries && call.column_of_query == 0) {
+        const float *from = entry + held * call.bias_row + call.first_column;
+        with([=](int64_t other) { return from[other]; });
+      } else {
+        with([=](int64_t other) {
+          const int64_t at = place(held, other);
+          return at < 0 ? 0.f : entry[at];
+        });
+      }
+    }
   }
 
   // The entry of a query and a key in what the query brings; -1: none.
