@@ -52,9 +52,10 @@ _POINTERS = {
     "HIDDEN": "*u8",
     **dict.fromkeys(("DQ", "DK", "DV"), "*fp32"),
     **dict.fromkeys(("LSE", "STATS"), "*fp32"),
-    **dict.fromkeys(("INDPTR", "INDICES"), "*i64"),
-    **dict.fromkeys(("TILES", "WQ", "WK"), "*i32"),
+    **dict.fromkeys(("INDPTR", "INDICES", "SPLIT"), "*i64"),
+    **dict.fromkeys(("TILES", "BITS", "WQ", "WK"), "*i32"),
 }
+ARGUMENTS = {"lists": ("INDPTR", "INDICES"), "bits": ("BITS", "SPLIT"), "words": ("WQ", "WK")}
 _SCALARS = {"scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -63,6 +64,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True},
     "blocks": {"lists": True},
     "causal blocks": {"lists": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
+    "masks of bits": {"lists": True, "bits": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
     "dropout": {"words": True, "EDGE": 1, "EVEN": False},
     "padding": {"HIDDEN": True, "EDGE": -1, "EVEN": False},
     "grouped": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True, "G": 4},
@@ -137,7 +139,7 @@ def variants(targets: Sequence[str]) -> Iterator[Variant]:
 def shape_of(variant: Variant) -> Shape:
     """The tiles that a variant is compiled with."""
     architecture, call = ARCHITECTURES[variant.target], CALLS[variant.call]
-    masked = not call.keys().isdisjoint(("words", "HIDDEN", "softcap"))
+    masked = not call.keys().isdisjoint(("bits", "words", "HIDDEN", "softcap"))
     kind = {"has_lists": "lists" in call, "banded": "CAUSAL" in call}
     shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, masked, **kind)
     return shape.cut(call.get("own", shape.own), shape.loop)
@@ -164,8 +166,9 @@ def code_of(variant: Variant) -> Any:
         "SPANS": 1, "EDGE": 0, "EVEN": True, "CHAIN": False, "CAUSAL": False, "WINDOW": False, "G": 1, "UNIT": 16,
         "D": variant.head_dim, "DP": max(16, 1 << (variant.head_dim - 1).bit_length()), "BM": queries, "BN": keys,
         "WIDE": False,
-        "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "SIZE": 128, "LH": 1,
+        "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "SIZE": 128, "LH": 1, "WORDS": 4,
         "softcap": None, "HIDDEN": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
+        "BITS": None, "SPLIT": None,
     }  # fmt: skip
     if variant.head_dim % 16:
         constants["UNIT"] = 8
@@ -173,8 +176,8 @@ def code_of(variant: Variant) -> Any:
         if name == "own":
             continue
         if name == "EDGE" and side == "keys":
-            value = int(bool(constants["CAUSAL"]))
-        for argument in {"lists": ("INDPTR", "INDICES"), "words": ("WQ", "WK")}.get(name, (name,)):
+            value = int(bool(constants["CAUSAL"]) or "bits" in CALLS[variant.call])
+        for argument in ARGUMENTS.get(name, (name,)):
             if argument in _POINTERS | _SCALARS:
                 del constants[argument]
             else:

@@ -72,22 +72,42 @@ def band_of(group: StridedGroup) -> Tensor:
 
 
 def layout(
-    seq_len: int, q_block: int, k_block: int, is_causal: bool, samples: int = 1, heads: int = 1, density: float = 0.4
+    seq_len: int,
+    q_block: int,
+    k_block: int,
+    is_causal: bool,
+    samples: int = 1,
+    heads: int = 1,
+    density: float = 0.4,
+    is_cut: bool = False,
 ) -> BlockLayout:
-    """Return a random layout with rows that see nothing."""
+    """Return a random layout with rows that see nothing. `is_cut`: two thirds of the blocks have a mask of bits, which
+    is random or has an edge."""
     rows, columns = -(-seq_len // q_block), -(-seq_len // k_block)
     blocks = torch.rand(samples, heads, rows, columns) < density
     blocks[0, 0, 0] = False
-    found = BlockLayout.from_mask(blocks, seq_len, (q_block, k_block))
+    if is_cut:
+        size = (samples, heads, rows, columns, q_block, k_block)
+        some = torch.rand(size) < torch.rand(rows, columns, 1, 1)
+        query, key, end = torch.arange(q_block)[:, None], torch.arange(k_block), torch.rand(2, rows, columns, 1, 1)
+        edge = (query < end[0] * q_block) ^ (key + query // 2 < 1.5 * end[1] * k_block)
+        which = torch.randint(3, size[:4])[..., None, None]
+        shown = blocks[..., None, None] & torch.where(which == 0, some, (which == 1) | edge)
+        pairs = shown.transpose(3, 4).flatten(4, 5).flatten(2, 3)[..., :seq_len, :seq_len]
+        found = BlockLayout.from_mask(pairs, seq_len, (q_block, k_block))
+    else:
+        found = BlockLayout.from_mask(blocks, seq_len, (q_block, k_block))
     return found.causal() if is_causal else found
 
 
-def part_of_a_layout(q_block: int, k_block: int, is_causal: bool) -> tuple[Plan, BlockLayout, Tensor]:
+def part_of_a_layout(
+    q_block: int, k_block: int, is_causal: bool, is_cut: bool = False
+) -> tuple[Plan, BlockLayout, Tensor]:
     """Return a plan whose queries are rows 37 to 81 of a layout of 130, its layout, and the counts of 2 heads.
 
     The queries are every second one of 100 tokens, from token 3 on.
     """
-    lists = layout(130, q_block, k_block, is_causal)
+    lists = layout(130, q_block, k_block, is_causal, is_cut=is_cut)
     counts = torch.zeros(2, 100, 130, dtype=torch.int32)
     counts[:, 3:93:2] = lists.dense_mask()[0, :, 37:82].int()
     group = StridedGroup(Rows(3, 90, 1, 2, 45), Rows(0, 130, 1, 1, 130), 0, 2, 1, at=(37, 0))

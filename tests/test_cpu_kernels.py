@@ -36,7 +36,7 @@ from conformance import (
     problem,
     random_calls,
 )
-from dilated_attention import attention, dilated_attention, explain, plan_cache
+from dilated_attention import BlockLayout, attention, dilated_attention, explain, plan_cache
 from dilated_attention.backends import cpu, tiles
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.jobs import NEARBY
@@ -74,6 +74,7 @@ ALL = [*((x, dtype) for x in (*IN_FLOAT32, FEW) for dtype in cpu.TYPES), *SOME[2
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+whole_or_cut = pytest.mark.parametrize("is_cut", [False, True], ids=["whole blocks", "masks of bits"])
 five_and_seven = pytest.mark.parametrize("most_idle", [math.inf, 0.0], ids=["five products", "seven products"])
 
 
@@ -317,21 +318,24 @@ class TestFeatures(Forced):
             (70, 16, 1, 1, 1),
         ],
     )
-    def test_layouts(self, seq_len, q_block, k_block, samples, heads, is_causal, dtype):
-        lists = layout(seq_len, q_block, k_block, is_causal, samples, heads)
+    @whole_or_cut
+    def test_layouts(self, seq_len, q_block, k_block, samples, heads, is_cut, is_causal, dtype):
+        lists = layout(seq_len, q_block, k_block, is_causal, samples, heads, is_cut=is_cut)
         plan, _ = dilated(seq_len, 2, (seq_len,), (1,))
         counts = lists.dense_mask().int().expand(samples, 2, -1, -1)
         check(tensors(samples, seq_len, 2, 2, 16, dtype), [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
 
     @both
+    @whole_or_cut
     @pytest.mark.parametrize(("q_block", "k_block"), PARTS_OF_A_LAYOUT)
-    def test_some_rows_of_a_layout(self, q_block, k_block, is_causal, dtype):
-        plan, lists, counts = part_of_a_layout(q_block, k_block, is_causal)
+    def test_some_rows_of_a_layout(self, q_block, k_block, is_cut, is_causal, dtype):
+        plan, lists, counts = part_of_a_layout(q_block, k_block, is_causal, is_cut)
         check(tensors(1, 100, 4, 2, 16, dtype, keys=130), [plan], counts, layouts={130: lists})
 
     @both
-    def test_lists_per_query_head(self, is_causal, dtype):
-        lists = layout(64, 32, 32, is_causal, heads=2)
+    @whole_or_cut
+    def test_lists_per_query_head(self, is_cut, is_causal, dtype):
+        lists = layout(64, 32, 32, is_causal, heads=2, is_cut=is_cut)
         plan, _ = dilated(64, 1, (64,), (1,))
         check(
             tensors(1, 64, 2, 1, 16, dtype),
@@ -435,11 +439,12 @@ class TestFeatures(Forced):
         assert launch.joined == 1
         check((q, k, v), [plan], lists.dense_mask()[0].int(), **options)
 
-    @both
-    def test_layouts_inside_strided_rows(self, is_causal, dtype):
+    @whole_or_cut
+    def test_layouts_inside_strided_rows(self, is_cut, is_causal, dtype):
         w, r, seq_len = (48, 96), (1, 2), 110
         plan, offsets = dilated(seq_len, 2, w, r)
-        lists = {count: layout(count, 16, 16, is_causal) for count in {group.queries.count for group in plan.groups}}
+        numbers = {group.queries.count for group in plan.groups}
+        lists = {count: layout(count, 16, 16, is_causal, is_cut=is_cut) for count in numbers}
         counts = torch.zeros(2, seq_len, seq_len, dtype=torch.int32)
         for width, rate, row in zip(w, r, offsets, strict=True):
             for head, offset in enumerate(row):
@@ -450,13 +455,22 @@ class TestFeatures(Forced):
         check(tensors(1, seq_len, 2, 2, 24, dtype), [plan], counts, is_causal=is_causal, layouts=lists)
 
     @both
-    def test_layouts_and_hidden_keys(self, is_causal, dtype):
-        lists = layout(100, 32, 32, is_causal)
-        hidden = torch.rand(1, 100) < 0.3
+    @whole_or_cut
+    @pytest.mark.parametrize("share", [0.3, 0.95])
+    def test_layouts_and_hidden_keys(self, share, is_cut, is_causal, dtype):
+        lists = layout(300, 128, 128, is_causal, is_cut=is_cut)
+        hidden = torch.rand(1, 300) < share
         counts = (lists.dense_mask()[0] & ~hidden).int().expand(2, -1, -1)
-        plan, _ = dilated(100, 2, (100,), (1,))
-        options = {"is_causal": is_causal, "layouts": {100: lists}, "hidden": hidden}
-        check(tensors(1, 100, 2, 2, 16, dtype), [plan], counts, **options)
+        plan, _ = dilated(300, 2, (300,), (1,))
+        options = {"is_causal": is_causal, "layouts": {300: lists}, "hidden": hidden}
+        check(tensors(1, 300, 4, 2, 16, dtype), [plan], counts, **options)
+
+    @pytest.mark.parametrize("head_dim", [24, 64, 100, 256])
+    def test_masks_of_bits_in_long_blocks(self, head_dim, dtype):
+        lists = layout(700, 600, 300, False, density=0.8, is_cut=True)
+        plan, _ = dilated(700, 1, (700,), (1,))
+        counts = lists.dense_mask()[0].int()
+        check(tensors(1, 700, 3, 1, head_dim, dtype), [plan], counts, layouts={700: lists})
 
     @pytest.mark.parametrize("name", test_dropout.CALLS)
     def test_dropout_is_every_backend_s(self, name, dtype):
@@ -508,6 +522,28 @@ class TestFeatures(Forced):
             assert relative_error(found["dk"][:, 21:], wanted["dk"][:, 21:]) <= TOLERANCE[dtype]
             assert relative_error(found["dv"][:, 21:], wanted["dv"][:, 21:]) <= TOLERANCE[dtype]
 
+    @pytest.mark.parametrize("number", [math.nan, math.inf])
+    @pytest.mark.parametrize("name", "qkv")
+    def test_masks_of_bits_hide_a_number_that_is_not_finite(self, name, number, dtype):
+        """Rows that do not see it are as without it, and rows that do are not finite."""
+        shown = torch.rand(50, 50) < 0.5
+        lists = BlockLayout.from_mask(shown, 50, 32)
+        plan, _ = dilated(50, 1, (50,), (1,))
+        options = {"is_causal": False, "scale": 0.25, "layouts": {50: lists}}
+        inputs = dict(zip("qkv", tensors(1, 50, 1, 1, 16, dtype), strict=True))
+        cotangents = {"out": torch.randn(1, 50, 1, 16).to(dtype)}
+
+        def results():
+            return evaluate(lambda *x: _Attention.apply(*x, [plan], options), tuple(inputs.values()), cotangents)
+
+        wanted = results()
+        inputs[name][0, 20, 0, 3] = number
+        found = results()
+        sees = shown[:, 20] if name != "q" else torch.arange(50) == 20
+        for result in ("out", "dq"):
+            assert torch.equal(found[result][:, ~sees], wanted[result][:, ~sees])
+        assert not found["out"][0, sees].isfinite().all(-1).all(-1).any()
+
 
 @sets_and_types(ALL)
 @five_and_seven
@@ -519,8 +555,9 @@ class TestSoftcap(Forced):
 
     @both
     @pytest.mark.parametrize("block", [32, 1])
-    def test_layouts(self, block, is_causal, dtype):
-        lists = layout(100, block, block, is_causal, samples=2)
+    @whole_or_cut
+    def test_layouts(self, block, is_cut, is_causal, dtype):
+        lists = layout(100, block, block, is_causal, samples=2, is_cut=is_cut)
         plan, _ = dilated(100, 2, (100,), (1,))
         counts = lists.dense_mask().int().expand(2, 2, -1, -1)
         options = {"is_causal": is_causal, "layouts": {100: lists}, "softcap": 0.5}

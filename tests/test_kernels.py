@@ -152,6 +152,7 @@ class Case(NamedTuple):
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 HEAD_DIMS = (16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+whole_or_cut = pytest.mark.parametrize("is_cut", [False, True], ids=["whole blocks", "masks of bits"])
 
 
 def each_once(name, values):
@@ -457,22 +458,25 @@ class TestBlocks:
         "sizes",
         [(128, 32, 32, 1, 1), (100, 64, 32, 1, 2), (90, 16, 48, 1, 2), (90, 48, 20, 2, 1), (130, 128, 128, 1, 2)],
     )
-    def test_layouts(self, sizes, is_causal):
+    @whole_or_cut
+    def test_layouts(self, sizes, is_cut, is_causal):
         seq_len, q_block, k_block, samples, heads = sizes
-        lists = layout(seq_len, q_block, k_block, is_causal, samples, heads)
+        lists = layout(seq_len, q_block, k_block, is_causal, samples, heads, is_cut=is_cut)
         plan, _ = dilated(seq_len, 2, (seq_len,), (1,))
         counts = lists.dense_mask().int().expand(samples, 2, -1, -1)
         inputs = tensors(samples, seq_len, 2, 2, 16)
         check(inputs, [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
 
+    @whole_or_cut
     @each_once("blocks", PARTS_OF_A_LAYOUT)
-    def test_some_rows_of_a_layout(self, blocks, is_causal):
-        plan, lists, counts = part_of_a_layout(*blocks, is_causal)
+    def test_some_rows_of_a_layout(self, blocks, is_cut, is_causal):
+        plan, lists, counts = part_of_a_layout(*blocks, is_causal, is_cut)
         check(tensors(1, 100, 4, 2, 16, keys=130), [plan], counts, layouts={130: lists})
 
     @both
-    def test_lists_per_query_head(self, is_causal):
-        lists = layout(64, 32, 32, is_causal, heads=2)
+    @whole_or_cut
+    def test_lists_per_query_head(self, is_cut, is_causal):
+        lists = layout(64, 32, 32, is_causal, heads=2, is_cut=is_cut)
         plan, _ = dilated(64, 1, (64,), (1,))
         check(tensors(1, 64, 2, 1, 16), [plan], lists.dense_mask()[0].int(), is_causal=is_causal, layouts={64: lists})
 
@@ -490,8 +494,9 @@ class TestBlocks:
                         counts[head, rows[:, None], rows] += lists[len(rows)].dense_mask()[0, 0]
         check(tensors(1, seq_len, 2, 2, 24), [plan], counts, is_causal=is_causal, layouts=lists)
 
-    def test_hidden_keys(self):
-        lists = layout(100, 32, 32, True)
+    @whole_or_cut
+    def test_hidden_keys(self, is_cut):
+        lists = layout(100, 32, 32, True, is_cut=is_cut)
         hidden = torch.rand(1, 100) < 0.3
         counts = (lists.dense_mask()[0] & ~hidden).int().expand(2, -1, -1)
         plan, _ = dilated(100, 2, (100,), (1,))

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
+from conformance import excesses
 from dilated_attention import BlockLayout, attention, attention_weights
+from dilated_attention.backends import cpu
 
 BACKENDS = ("reference", "native", "auto")
+compiled = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 CASES = range(40)
 
 
@@ -100,6 +103,48 @@ def test_attention(case, backend):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 
+def structured_mask(draw: random.Random, tokens: int) -> Tensor:
+    """A mask (1 or 4, tokens, tokens): bits at random, documents with a prefix, a band with empty rows, or stripes."""
+    token = torch.arange(tokens)
+    query = token[:, None]
+    kind = draw.randrange(4)
+    if kind == 0:
+        return torch.rand(draw.choice([1, 4]), tokens, tokens) < draw.random()
+    if kind == 1:
+        ends = torch.tensor(sorted(draw.sample(range(tokens), min(tokens, 3))))
+        document = torch.bucketize(token, ends)
+        return ((document == document[:, None]) & ((token <= query) | (token < draw.randrange(tokens))))[None]
+    if kind == 2:
+        return (((query - token).abs() < draw.randint(1, tokens)) & (torch.rand(tokens, 1) < 0.8))[None]
+    return (((query - token) % draw.randint(1, 9) == 0) & (token <= query))[None]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 64, 128, (1, 64), (5, 3), (64, 1)])
+@pytest.mark.parametrize("case", range(12))
+def test_kernels_of_the_cpu(case, block_size, dtype):
+    draw = random.Random(str((case, block_size)))
+    torch.manual_seed(case)
+    tokens = draw.choice([2, 17, 64, 100, 200])
+    head_dim = draw.choice([24, 64, 96, 128, 256])
+    mask = structured_mask(draw, tokens)
+    layout = BlockLayout.from_mask(mask, tokens, block_size)
+    q_start = draw.randrange(tokens)
+    k_start = draw.randrange(tokens)
+    q = torch.randn(2, tokens - q_start, 4, head_dim).to(dtype)
+    k, v = torch.randn(2, 2, tokens - k_start, 2, head_dim).to(dtype)
+    hidden = torch.rand(2, tokens - k_start) < draw.choice([0.0, 0.4])
+    placed = {"q_start": q_start, "k_start": k_start, "key_padding_mask": hidden if hidden.any() else None}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(q, k, v, layout, return_lse=True, backend="cpu", **placed)
+
+    counts = (mask[:, q_start:, k_start:] & ~hidden[:, None, None]).expand(-1, 4, -1, -1).int()
+    errors = excesses(run, (q, k, v), counts, scale=head_dim**-0.5)
+    assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES[1::4])
 def test_some_queries_of_some_keys(case, backend):
@@ -114,7 +159,7 @@ def test_some_queries_of_some_keys(case, backend):
     torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("cpu", marks=compiled)])
 def test_options(backend):
     """Lengths, a key mask, sinks, a softcap and causality apply to what the masks show."""
     mask, size = torch.rand(33, 33) < 0.5, (16, 16)
@@ -129,8 +174,12 @@ def test_options(backend):
         {"softcap": 2.0},
         {"is_causal": True},
         {"scale": -0.4},
+        {"dropout_p": 0.3},
+        {"q_start": 0, "k_start": 0},
     ):
+        torch.manual_seed(0)
         mine = attention(q, k, v, layout, backend=backend, **options)
+        torch.manual_seed(0)
         by_tokens = attention(q, k, v, tokens, backend="reference", **options)
         torch.testing.assert_close(mine, by_tokens)
 

@@ -370,6 +370,8 @@ def _fill_lanes(layouts: Layouts, joined: int, together: int) -> bool:
     """Return whether the rows of `together` tiles that list a block, with `joined` heads side by side, are expected to
     fill the lanes that one tile leaves empty: kernels/cpu/by_block.h gathers the block once for all of them."""
     for layout in layouts.values():
+        if layout.kinds is not None:
+            return False
         rows = layout.q_block * joined
         listing = (
             layout.nnz
@@ -404,12 +406,12 @@ def _own(side: Side, q: Tensor, plan: Plan) -> int:
 
 _POINTERS = (
     "q", "k", "v", "dout", "out", "lse", "dlse", "stats", "dq", "dk", "dv", "lines", "jobs", "indptr", "indices",
-    "hidden", "lengths", "query_words", "key_words", "bias", "bias_sums", "query_at", "key_at",
+    "kinds", "bits", "hidden", "lengths", "query_words", "key_words", "bias", "bias_sums", "query_at", "key_at",
 )  # fmt: skip
 _INTEGERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh", "vsb", "vsn", "vsh", "dsb", "dsn", "dsh",
-    "job_count", "spans", "own", "lsb", "lsh", "LH", "size", "kwn", "kwh", "threshold", "add_dq", "add_dkdv", "few",
-    "joined", "by_block", "threads", "bias_kind", "bias_batch", "bias_head", "bias_row", "bias_at", "column_of_key",
+    "job_count", "spans", "own", "lsb", "lsh", "LH", "size", "row_bytes", "kwn", "kwh", "threshold", "add_dq", "add_dkdv",
+    "few", "joined", "by_block", "threads", "bias_kind", "bias_batch", "bias_head", "bias_row", "bias_at", "column_of_key",
     "column_of_query", "first_column", "columns", "axes", "query_at_batch", "key_at_batch", "bias_shared",
 )  # fmt: skip
 
@@ -505,7 +507,7 @@ class _Arguments:
             few=launch.few, joined=launch.joined, by_block=launch.by_block,
         )  # fmt: skip
         if self.layouts is None or table.count is None:
-            self.set(indptr=None, indices=None)
+            self.set(indptr=None, indices=None, kinds=None, bits=None)
             return
 
         layout = self.layouts[table.count]
@@ -523,6 +525,12 @@ class _Arguments:
             lsb=layout.num_heads * lines if per_sample else 0, lsh=lines,
             LH=self.call.H * self.call.G // layout.num_heads,
         )  # fmt: skip
+        if layout.kinds is None:
+            self.set(kinds=None, bits=None)
+        elif launch.side == "queries":
+            self.set(kinds=layout.kinds, bits=layout.words_by_key, row_bytes=4 * -(-layout.q_block // 32))
+        else:
+            self.set(kinds=layout.transposed_kinds, bits=layout.words_by_query, row_bytes=4 * -(-layout.k_block // 32))
 
 
 def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:

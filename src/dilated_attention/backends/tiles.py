@@ -33,9 +33,9 @@ T = TypeVar("T")
 Part = tuple[np.ndarray, Sequence[int]]
 """An array of cells, and the KV heads for which each of them is computed."""
 
-TILE_FIELDS = 8
+TILE_FIELDS = 9
 SPAN_FIELDS = 5
-HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST, AHEAD = range(TILE_FIELDS)
+HEAD, START, STRIDE, ROWS, FIRST, PHANTOMS, LIST, AHEAD, WITHIN = range(TILE_FIELDS)
 STARTS = slice(TILE_FIELDS, None, SPAN_FIELDS)
 STRIDES = slice(TILE_FIELDS + 1, None, SPAN_FIELDS)
 COUNTS = slice(TILE_FIELDS + 2, None, SPAN_FIELDS)
@@ -56,8 +56,6 @@ def refusal(facts: Facts, most: int = MAX_HEAD_DIM) -> str | None:
         return f"the kernels have no {facts.dtype}; use float32, bfloat16 or float16"
     if facts.head_dim > most:
         return f"the kernels need a head_dim of at most {most}; got {facts.head_dim}"
-    if "masks inside blocks" in facts.needs:
-        return "the kernels read no masks inside blocks; native does"
     if facts.seq_len > MAX_TOKENS:
         return f"the tables address {MAX_TOKENS} tokens; got {facts.seq_len}"
     return None
@@ -74,7 +72,7 @@ class Table:
         even: whether every tile is full: those of `lines`, and those that the loop streams.
         edge: which streamed tiles the kernel must mask. 0: none. -1: all. Without layouts, 1: those on a diagonal, and
             the partial last one of keys. With layouts, n > 0: those of the last n key blocks of each list, or of the
-            first n query blocks if tiles hold keys.
+            first n query blocks if tiles hold keys; if some blocks have masks, those that the list says.
         reach: an upper bound for the tokens between the first and the last row of a tile that the loop streams. It
             decides whether memory offsets inside the tile need 64 bits.
         strides: the distinct strides of the tiles, and of the spans that they see; empty unless tiles hold queries and
@@ -143,6 +141,8 @@ def _block_table(
     even = loop % shape.loop == 0 and whole and layout.seq_len % loop == 0
     if side == "queries" and (loop % shape.loop or not whole):  # lists name keys outside the span
         edge = -1
+    elif layout.kinds is not None:
+        edge = 1
     elif layout.is_causal:  # the blocks that meet the tokens of the tile's own block, the partial last one among them
         nested = own % loop == 0 or loop % own == 0
         edge = max(1, own // loop) if nested else -(-(own - 1) // loop) + 1
@@ -354,7 +354,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
 
 def _block_cells(cells: np.ndarray, side: Side, size: int, ahead: int) -> np.ndarray:
     """Cut cells of whole segments, whose row 0 lies at position `ahead`, into one cell per block of `size` positions;
-    LIST becomes the block's number."""
+    LIST becomes the block's number, WITHIN the position of row 0 in it."""
     cell, block = _runs(-(-(ahead + cells[:, ROWS]) // size) - ahead // size)
     block += ahead // size
     begin = np.maximum(block * size - ahead, 0)
@@ -362,6 +362,7 @@ def _block_cells(cells: np.ndarray, side: Side, size: int, ahead: int) -> np.nda
     out = cells[cell]
     out[:, LIST] = block
     _advance(out, begin, end - begin, side)
+    out[:, WITHIN] = begin + ahead - block * size
     return out
 
 
@@ -380,6 +381,7 @@ def _advance(lines: np.ndarray, begin: np.ndarray, size: np.ndarray | int, side:
         masked = (lines[:, edges] != unmasked) & (lines[:, COUNTS] > 0)
         lines[:, edges] += masked * begin[:, None]
     lines[:, START] += begin * lines[:, STRIDE]
+    lines[:, WITHIN] += begin
     lines[:, ROWS] = np.minimum(size, lines[:, ROWS] - begin)
 
 

@@ -24,7 +24,6 @@ from dilated_attention.backends.problem import MOST_PREPARED, Layouts, Problem, 
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
 from dilated_attention.layout import BlockLayout
-from dilated_attention.layout.value import Transposed
 from dilated_attention.merge import running
 from dilated_attention.plan import Plan
 from dilated_attention.torch_internals import constant_when_traced, on_default_stream
@@ -266,8 +265,8 @@ class Boxed(Bound):
         return cls(hopper.forward, programs, names, numbers | hopper.constants(table), describe=describe)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
-        q, k, v, out, lse, _, _, _, *lists = tensors
-        Bound.__call__(self, (*self.describe(q, k, v).values(), out, lse, *lists))
+        q, k, v, out, lse, _, _, _, indptr, indices, _, _ = tensors
+        Bound.__call__(self, (*self.describe(q, k, v).values(), out, lse, indptr, indices))
 
 
 def _hopper(device: torch.device) -> Any:
@@ -311,12 +310,11 @@ class Launch:
     table: tiles.Table
     shape: Shape
 
-    def lists(self, layouts: Layouts | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return indptr and indices of the lists of blocks that the kernel reads; without a layout, None."""
+    def lists(self, layouts: Layouts | None) -> tuple[Tensor | None, ...]:
+        """Return what `_lists` does for the launch's layout; without a layout, None four times."""
         if layouts is None or self.table.count is None:
-            return None, None
-        lists = _lists(layouts[self.table.count], self.kernel)
-        return lists.indptr, lists.indices
+            return None, None, None, None
+        return _lists(layouts[self.table.count], self.kernel)
 
     def bind(self, problem: Problem, tensors: Tensors, chain: bool | None) -> Bound:
         """Return the launch for tensors like these, by their names in the kernel; `chain` as in `_Launches`."""
@@ -362,16 +360,18 @@ class Launch:
         }  # fmt: skip
 
     def _of_lists(self, layouts: Layouts | None, indptr: Tensor | None, q: Tensor) -> dict[str, int]:
-        """Return the kernel's arguments about block lists: strides of `indptr`, query heads per list, tokens per block.
-        Without a layout, the values have no effect."""
+        """Return the kernel's arguments about block lists: strides of `indptr`, query heads per list, tokens per block,
+        words per row of a mask. Without a layout, the values have no effect."""
         if layouts is None or self.table.count is None or indptr is None:
-            return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1}
+            return {"lsb": 0, "lsh": 0, "LH": 1, "SIZE": 1, "WORDS": 1}
 
         layout = layouts[self.table.count]
-        size = layout.k_block if side_of(self.kernel) == "queries" else layout.q_block
+        own, size = layout.q_block, layout.k_block
+        if side_of(self.kernel) == "keys":
+            own, size = size, own
         batch, heads, lines = indptr.shape
         per_sample = heads * lines if batch > 1 else 0
-        return {"lsb": per_sample, "lsh": lines, "LH": q.shape[2] // heads, "SIZE": size}
+        return {"lsb": per_sample, "lsh": lines, "LH": q.shape[2] // heads, "SIZE": size, "WORDS": -(-own // 32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,15 +415,15 @@ class _Launches:
         each = [(*whole, *launch.lists(problem.layouts)) for launch in self.launches]
 
         def settle() -> tuple[Bound, ...]:
-            names = *tensors, "HIDDEN", "WQ", "WK", "INDPTR", "INDICES"
+            names = *tensors, "HIDDEN", "WQ", "WK", "INDPTR", "INDICES", "BITS", "SPLIT"
             named = [dict(zip(names, x, strict=True)) for x in each]
             return tuple(launch.bind(problem, x, chain) for launch, x in zip(self.launches, named, strict=True))
 
-        lists: list[Tensor] = []
+        lists: list[Tensor | None] = []
         shapes: list[torch.Size] = []
-        for *_, indptr, indices in each:
+        for *_, indptr, indices, bits, split in each:
             if indptr is not None:
-                lists += [indptr, indices]
+                lists += [indptr, indices, bits, split]
                 shapes.append(indptr.shape)
         also = (problem.scores, chain, q.dtype, _precision(q.dtype), WIDE_FROM, q.shape, k.shape, *shapes)
         bound = _bound(self.bound, (*whole, *lists), also, settle)
@@ -439,7 +439,8 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
 
     blocks = None
     if layouts is not None:
-        blocks = tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
+        masked |= any(x.kinds is not None for x in layouts.values())
+        blocks = tuple((n, *x.block_size, x.is_causal, x.kinds is None) for n, x in layouts.items())
     shape = ARCHITECTURES[architecture(q.device)].shape(
         kernel, q.element_size(), q.shape[-1], masked, has_lists=layouts is not None, banded=plan.banded
     )
@@ -460,15 +461,27 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
             launch.table.lines.record_stream(stream)
         if layouts is not None:
             for layout in layouts.values():
-                lists = _lists(layout, kernel)
-                lists.indptr.record_stream(stream)
-                lists.indices.record_stream(stream)
+                for table in _lists(layout, kernel):
+                    if table is not None:
+                        table.record_stream(stream)
     return held
 
 
-def _lists(layout: BlockLayout, kernel: Kernel) -> BlockLayout | Transposed:
-    """Return the lists that a kernel reads: key blocks by query block, or for dk and dv query blocks by key block."""
-    return layout if side_of(kernel) == "queries" else layout.transposed
+def _lists(layout: BlockLayout, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the lists that a kernel reads, key blocks by query block or for dk and dv query blocks by key block.
+
+    They are indptr, indices, bits and split, as kernels/block_lists.py says; the last two are None if all blocks are
+    whole.
+    """
+    if side_of(kernel) == "queries":
+        if layout.kinds is None:
+            return layout.indptr, layout.indices, None, None
+        indices, split = layout.whole_first
+        return layout.indptr, indices, layout.words_by_key, split
+    if layout.kinds is None:
+        return *layout.transposed, None, None
+    indices, split = layout.transposed_whole_last
+    return layout.transposed.indptr, indices, layout.words_by_query, split
 
 
 # ---- arguments

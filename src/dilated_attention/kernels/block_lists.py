@@ -10,11 +10,18 @@ number is `list` in the table line. The tile visits the blocks
 Lists ascend; if CAUSAL, no list names a block that lies wholly above the diagonal. For dk/dv the lists are transposed:
 they name the blocks of queries that see a block of keys.
 
+With BITS, some blocks have masks. An entry of INDICES is then block + 2^32 · (kind + 1), where kind is the number of
+the block's mask, or -1 for a whole block. Lists are not ascending: blocks that may need a mask, by bits, a diagonal or
+a partial end, come last if the blocks hold keys, first if they hold queries, and SPLIT (as INDPTR) says where they
+begin or end. BITS holds WORDS int32 words for each position of each mask's block, a bit per row of the blocks that
+tiles hold; row i of a tile has bit number `within` + i.
+
 Legend beyond strided.py's.
   SIZE             positions per block that the loop streams: any number, while tiles have powers of two
   lsb, lsh         strides of indptr
   LH               query heads that share a list
-  EDGE             how many blocks of a list may need a mask: its last ones (keys) or first ones (queries); < 0: all
+  EDGE             how many blocks of a list may need a mask: its last ones (keys) or first ones (queries); < 0: all;
+                   with BITS, > 0: those that SPLIT says
 """
 
 from __future__ import annotations
@@ -23,12 +30,12 @@ import triton
 import triton.language as tl
 
 # Fields of a table line, described in strided.py.
-LIST, AHEAD = tl.constexpr(6), tl.constexpr(7)
-SPAN = tl.constexpr(8)
+LIST, AHEAD, WITHIN = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+SPAN = tl.constexpr(9)
 
 
 @triton.jit
-def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
+def read_list(INDPTR, INDICES, SPLIT, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
               KEYS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Return the part of a tile's list of blocks that one pass of the kernel's loop visits.
 
@@ -44,7 +51,9 @@ def read_list(INDPTR, INDICES, T, sample, n, lsh, LH: tl.constexpr, EDGE: tl.con
     x = sample + (n // LH) * lsh + tl.load(T + LIST)
     low = tl.load(INDPTR + x)
     high = tl.load(INDPTR + x + 1)
-    if KEYS:
+    if SPLIT is not None and EDGE > 0:
+        split = tl.load(SPLIT + x)
+    elif KEYS:
         split = low if EDGE < 0 else tl.maximum(low, high - EDGE)
     else:
         split = high if EDGE < 0 else tl.minimum(high, low + EDGE)
@@ -75,6 +84,28 @@ def locate_block(part, step, SIZE: tl.constexpr, R: tl.constexpr, WIDE: tl.const
         seen &= within + tl.arange(0, R) < SIZE
     base, ahead = tokens(start, stride, low, R, WIDE)
     return j, base, ahead, seen, near, near
+
+
+@triton.jit
+def marked(BITS, part, step, T, i, SIZE: tl.constexpr, R: tl.constexpr, WORDS: tl.constexpr):
+    """Return which of the rows i of the tile, at its table line T, see the rows that a step visits, by the mask of the
+    step's block: booleans (rows, R). All do if the block is whole. `part` and R: as in `locate_block`."""
+    tiles: tl.constexpr = (SIZE + R - 1) // R
+    kind = (tl.load(part[0] + step // tiles) >> 32) - 1
+    row = (step % tiles) * R + tl.arange(0, R)
+    has_mask = (kind >= 0) & (row < SIZE)
+    within = tl.load(T + WITHIN)
+    first = within // 32
+    shift = (within % 32).to(tl.uint32)
+    words = BITS + (kind * SIZE + row) * WORDS + first
+    low = tl.load(words, mask=has_mask & (first < WORDS), other=-1).to(tl.uint32, bitcast=True)
+    bits = tl.zeros([i.shape[0], R], tl.uint32)
+    for n in tl.static_range((i.shape[0] + 31) // 32):
+        high = tl.load(words + (n + 1), mask=has_mask & (first + n + 1 < WORDS), other=-1).to(tl.uint32, bitcast=True)
+        word = (low >> shift) | ((high << (31 - shift)) << 1)
+        bits = tl.where((i // 32 == n)[:, None], word[None, :], bits)
+        low = high
+    return ((bits >> (i % 32).to(tl.uint32)[:, None]) & 1) != 0
 
 
 @triton.jit

@@ -84,7 +84,8 @@ class Architecture:
     ) -> Shape:
         """Return the shape of a kernel's tiles.
 
-        `masked`: the call has hidden keys or options of scores, which need registers: `loop` is halved, to 16 or more.
+        `masked`: the call has hidden keys, masks of bits or options of scores, which need registers: `loop` is halved,
+        to 16 or more.
         `has_lists`, `banded`: as in `shapes_of`.
         """
         shapes = self.shapes_of(kernel, element_size, has_lists=has_lists, banded=banded)

@@ -44,7 +44,7 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 MOST_STRIDES = 5
 
 # As in strided.py, block_lists.py and online.py; a Gluon kernel reads no constants of Triton's language.
-TILE_FIELDS = gl.constexpr(8)
+TILE_FIELDS = gl.constexpr(9)
 SPAN_FIELDS = gl.constexpr(5)
 LIST = gl.constexpr(6)
 LOG2E = gl.constexpr(1.4426950408889634)

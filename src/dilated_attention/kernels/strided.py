@@ -3,9 +3,9 @@
 
 A launch is an int32 table with one line per tile:
 
-    head  start  stride  rows  first  phantoms  list  ahead  the tile: tokens start + i · stride, 0 <= i < rows
-    start  stride  count  near  far                          span 1:   tokens start + j · stride, 0 <= j < count
-    ...                                                      further spans
+    head  start  stride  rows  first  phantoms  list  ahead  within  the tile: tokens start + i · stride, 0 <= i < rows
+    start  stride  count  near  far                                  span 1:   tokens start + j · stride, 0 <= j < count
+    ...                                                              further spans
 
 `first` is 0 if an earlier launch wrote these rows of out and lse; `forward` then continues from them. `phantoms`
 counts keys with score 0 and value 0. With lists of blocks a line has one span, and the loop visits only the blocks in
@@ -26,7 +26,7 @@ Legend beyond online.py's.
   CHAIN            forward: some tile has first = 0; backward: add to the float32 gradients of earlier launches
   EDGE             which streamed tiles may need a mask. 0: none; < 0: all; > 0: those at the edges of spans
   EVEN             dk/dv: no tile, held or streamed, reaches past its rows
-  SIZE             positions per block of a list (block_lists.py)
+  SIZE, WORDS      positions per block of a list, words per row of its masks (block_lists.py)
   WIDE             64-bit offsets are needed inside a streamed tile (dk/dv always uses them)
   D, DP            head_dim and the power of two that holds it
   BM, BN           queries and keys per tile
@@ -37,7 +37,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.kernels.block_lists import locate_block, read_list, tokens
+from dilated_attention.kernels.block_lists import locate_block, marked, read_list, tokens
 from dilated_attention.kernels.online import (
     attend,
     attend_dkdv,
@@ -53,7 +53,7 @@ from dilated_attention.kernels.online import (
     write_rows,
 )
 
-TILE_FIELDS = tl.constexpr(8)
+TILE_FIELDS = tl.constexpr(9)
 SPAN_FIELDS = tl.constexpr(5)
 INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"]
 INTEGERS += ["lsb", "lsh", "wsn", "wsh"]
@@ -165,17 +165,17 @@ def locate(spans, step, R: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale, scale, softcap,
-            B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh, wsn, wsh,
+def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, WK, threshold, keep_scale, scale,
+            softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh, wsn, wsh,
             G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
             EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-            BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
+            BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr, WORDS: tl.constexpr,
             WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Compute out and lse, both contiguous. The legends of this file, online.py and block_lists.py name the arguments.
 
     HIDDEN (B, M) holds bytes; a nonzero byte hides the key. WQ (B, N, H · G, 2) and WK (M, H or 1) hold the int32 words
-    whose hash decides dropout (`online.survives`). INDPTR and INDICES are lists of blocks (block_lists.py). Any of
-    these may be None.
+    whose hash decides dropout (`online.survives`). INDPTR and INDICES are lists of blocks, BITS and SPLIT belong to
+    their masks (block_lists.py). Any of these may be None.
     """
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
@@ -194,7 +194,7 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold
             if INDPTR is None:
                 steps, where = read_spans(T, CAUSAL, WINDOW, EDGE, MASKED, True, SPANS, BN)
             else:
-                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, SIZE, BN)
+                steps, where = read_list(INDPTR, INDICES, SPLIT, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, SIZE, BN)
             if steps > 0:
                 for step in tl.range(0, steps):
                     if INDPTR is None:
@@ -207,6 +207,8 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold
                         visible &= j[None, :] <= (i + near)[:, None]
                     if WINDOW and MASKED:
                         visible &= j[None, :] >= (i + far)[:, None]
+                    if BITS is not None and MASKED:
+                        visible &= marked(BITS, where, step, T, i, SIZE, BN, WORDS)
                     keep = visible
                     if WQ is not None:
                         x = tl.load(WK + base * wsn + h * wsh + ahead * wsn, mask=seen, other=0)
@@ -219,11 +221,12 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale, scale,
-                softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh,
+def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, WK, threshold, keep_scale,
+                scale, softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn,
+                wsh,
                 G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                 EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
+                BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr, WORDS: tl.constexpr,
                 WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Compute dq, contiguous, with the tiles, the loop and the arguments of `forward`.
 
@@ -248,7 +251,7 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK
             if INDPTR is None:
                 steps, where = read_spans(T, CAUSAL, WINDOW, EDGE, MASKED, True, SPANS, BN)
             else:
-                steps, where = read_list(INDPTR, INDICES, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, SIZE, BN)
+                steps, where = read_list(INDPTR, INDICES, SPLIT, T, b * lsb, n, lsh, LH, EDGE, MASKED, True, SIZE, BN)
             if steps > 0:
                 for step in tl.range(0, steps):
                     if INDPTR is None:
@@ -261,6 +264,8 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK
                         visible &= j[None, :] <= (i + near)[:, None]
                     if WINDOW and MASKED:
                         visible &= j[None, :] >= (i + far)[:, None]
+                    if BITS is not None and MASKED:
+                        visible &= marked(BITS, where, step, T, i, SIZE, BN, WORDS)
                     keep = visible
                     if WQ is not None:
                         x = tl.load(WK + base * wsn + h * wsh + ahead * wsn, mask=seen, other=0)
@@ -272,12 +277,12 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, HIDDEN, WQ, WK
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, WQ, WK, threshold, keep_scale,
-                  scale, softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
+def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, WK, threshold,
+                  keep_scale, scale, softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
                   lsb, lsh, wsn, wsh,
                   G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                   EDGE: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                  BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr,
+                  BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr, WORDS: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
     """Compute dk and dv, contiguous, with the arguments of `backward_dq`; EVEN: no tile has rows past its end to mask.
 
@@ -308,7 +313,7 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
                     steps, where = read_spans(T, CAUSAL, WINDOW, EDGE, MASKED, False, SPANS, BM)
                 else:
                     steps, where = read_list(
-                        INDPTR, INDICES, T, b * lsb, h * G + g, lsh, LH, EDGE, MASKED, False, SIZE, BM
+                        INDPTR, INDICES, SPLIT, T, b * lsb, h * G + g, lsh, LH, EDGE, MASKED, False, SIZE, BM
                     )
                 if steps > 0:
                     for step in tl.range(0, steps * TOGETHER):
@@ -329,6 +334,8 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, HIDDEN, 
                             visible = (j[None, :] - (i + near)[:, None]).to(tl.uint32) <= (far - near).to(tl.uint32)
                         else:
                             visible = j[None, :] >= (i + near)[:, None]
+                        if BITS is not None and MASKED:
+                            visible &= marked(BITS, where, step, T, i, SIZE, BM, WORDS)
                         keep = visible
                         if WQ is not None:
                             a, w = load_pairs(WQ, stats, seen, BM)

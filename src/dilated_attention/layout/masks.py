@@ -175,6 +175,32 @@ def _unpacked(packed: Sequence[bytes], grid: BlockGrid) -> Tensor:
     return torch.from_numpy(bits.view(bool)).view(-1, grid.q_block, grid.k_block)
 
 
+def words_of(bits: Tensor) -> Tensor:
+    """Pack masks (masks, rows, columns) for the kernels: ceil(columns / 32) int32 words for each row, a bit per column.
+
+    Two words follow the last row, so that a kernel may read 64 bits from any byte of a row.
+    """
+    columns = bits.shape[2]
+    words = -(-columns // 32)
+    padded = torch.nn.functional.pad(bits, (0, 32 * words - columns)).view(torch.uint8).unflatten(2, (4 * words, 8))
+    packed = torch.zeros_like(padded[..., 0])
+    for i in range(8):
+        packed |= padded[..., i] << i
+    return torch.nn.functional.pad(packed.flatten().view(torch.int32), (0, 2))
+
+
+def sorted_lists(indptr: Tensor, lists: Tensor, blocks: Tensor, kinds: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort the blocks of each list, those that are `first` before the others.
+
+    Return the entries, block + 2^32 (kind + 1), and where in each list the others begin, of indptr's shape.
+    """
+    order = (2 * lists + ~first).argsort(stable=True)
+    entries = (blocks + ((kinds + 1) << 32))[order]
+    split = indptr.clone()
+    split[..., :-1] += torch.bincount(lists[first], minlength=split[..., :-1].numel()).view_as(split[..., :-1])
+    return entries, split
+
+
 # ---- functions and dense masks
 
 

@@ -506,6 +506,54 @@ class BlockLayout:
         return Transposed(row_offsets(counts.reshape(self.batch_size, self.num_heads, columns)), indices)
 
     @derived
+    def words_by_key(self) -> Tensor:
+        """Return the masks as words of bits (`masks.words_of`) for a kernel whose tiles hold queries: a row for each
+        key of a block."""
+        assert self.bits is not None, "the layout has no masks"
+        bits = self.bits.transpose(1, 2)
+        return lasting(lambda: masks.words_of(bits), self.device)
+
+    @derived
+    def words_by_query(self) -> Tensor:
+        """Return the masks as words of bits for a kernel whose tiles hold keys: a row for each query of a block."""
+        assert self.bits is not None, "the layout has no masks"
+        bits = self.bits
+        return lasting(lambda: masks.words_of(bits), self.device)
+
+    @derived
+    def transposed_kinds(self) -> Tensor:
+        """Return `kinds` in the order of `transposed`."""
+        assert self.kinds is not None, "the layout has no masks"
+        kinds = self.kinds
+        return lasting(lambda: kinds[self._by_column().argsort()], self.device)
+
+    @derived
+    def whole_first(self) -> tuple[Tensor, Tensor]:
+        """Return (indices, split) as kernels/block_lists.py reads them, for tiles of queries: in each list the blocks
+        that need no mask, then those that bits, the diagonal or the end of the sequence cut."""
+        assert self.kinds is not None, "the layout has no masks"
+        is_partial = (self.indices == self.key_blocks - 1) & (self.seq_len % self.k_block > 0)
+        whole = (self.kinds < 0) & ~self.masked & ~is_partial
+        tables = self.indptr, self.row, self.indices, self.kinds, whole
+        return lasting(lambda: masks.sorted_lists(*tables), self.device)
+
+    @derived
+    def transposed_whole_last(self) -> tuple[Tensor, Tensor]:
+        """Return (indices, split) for tiles of keys: the lists of `transposed`, blocks that are cut first."""
+        assert self.kinds is not None, "the layout has no masks"
+        lists = self.row // self.query_blocks * self.key_blocks + self.indices
+        cut = (self.kinds >= 0) | self.masked
+        tables = self.transposed.indptr, lists, self.row % self.query_blocks, self.kinds, cut
+        return lasting(lambda: masks.sorted_lists(*tables), self.device)
+
+    def _by_column(self) -> Tensor:
+        """Return numbers of the entries of `indices` that ascend in the order of `transposed`."""
+        rows = self.query_blocks
+        first = self.row // rows
+        column = self.indices + first * self.key_blocks
+        return column * rows + self.row - first * rows
+
+    @derived
     def masked(self) -> Tensor:
         """Return which blocks in `indices` the diagonal cuts: booleans `(blocks,)`, False where all pairs are seen."""
         return self.grid.cut(self.row, self.indices)

@@ -74,8 +74,10 @@ class BackwardDq {
     int64_t *token = parts.take<int64_t>(own), *at = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
     int64_t *dout_at = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
+    int32_t *bit = parts.take<int32_t>(own);
     for (int i = 0; i < own; i++) row[i] = i / joined, token[i] = tile.start + int64_t(row[i]) * tile.stride;
-    const Held held{rows, token, row};
+    if (call.kinds) number_bits(row, rows, bit);
+    const Held held{rows, token, row, tile.within, bit};
     float *q = parts.take(own * shape.stride), *dout = parts.take(own * shape.stride);
     float *dq = parts.take(own * shape.columns), *lse = parts.take(own), *delta = parts.take(own);
     float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES);
@@ -168,14 +170,15 @@ class BackwardDkdv {
     const Tile &tile = *task.tile;
     const int64_t b = task.b, h = tile.head, heads = call.H * call.G;
     int64_t *token = parts.take<int64_t>(own);
-    int32_t *row = parts.take<int32_t>(own), *word = parts.take<int32_t>(own);
+    int32_t *row = parts.take<int32_t>(own), *word = parts.take<int32_t>(own), *bit = parts.take<int32_t>(own);
     int held_rows = 0;
     for (int i = 0; i < rows_in(call, b, tile); i++) {
       token[held_rows] = tile.start + int64_t(i) * tile.stride, row[held_rows] = i;
       held_rows += !(call.hidden && call.hidden[b * call.M + token[held_rows]]);
     }
     if (held_rows == 0) return;
-    const Held held{held_rows, token, row};
+    if (call.kinds) number_bits(row, held_rows, bit);
+    const Held held{held_rows, token, row, tile.within, bit};
     float *k = parts.take(own * shape.stride), *v = parts.take(own * shape.stride);
     float *k_values = parts.take(own * shape.columns);
     float *dk = parts.take(own * shape.columns), *dv = parts.take(own * shape.columns), *factor = parts.take(own);

@@ -190,6 +190,7 @@ class ForwardByBlock {
           chunk.first[chunk.count] = int32_t(at), chunk.last[chunk.count] = EVERY;
           chunk.count++;
         }
+        chunk.cut = false;
         chunk.edged = at - 1 > lowest;
         shape.gather(K, chunk.token, chunk.count, k + pieces * CHUNK * shape.stride);
         finite[pieces] = shape.gather_values(V, chunk.token, chunk.count, v + pieces * shape.values);

@@ -2,13 +2,14 @@
 //
 // The work is a table of int32 lines, one per tile, made by backends/tiles.py and described in kernels/strided.py:
 //
-//     head  start  stride  rows  first  phantoms  list  ahead  the tile: tokens start + i * stride, 0 <= i < rows
-//     start  stride  count  near  far                          span 1:   tokens start + j * stride, 0 <= j < count
-//     ...                                                      further spans
+//     head  start  stride  rows  first  phantoms  list  ahead  within  the tile: tokens start + i * stride, i < rows
+//     start  stride  count  near  far                                  span 1:   tokens start + j * stride, j < count
+//     ...                                                              further spans
 //
 // Row i of a tile of queries sees key j of a span iff i + far <= j <= i + near; row i of a tile of keys is seen by query j
 // iff i + near <= j <= i + far. 2^30 and -2^30 hide nothing. With lists of blocks (indptr), they thin out the one span;
-// its position j is position ahead + j of the lists.
+// its position j is position ahead + j of the lists. Row i of the tile is position within + i of its block, and has that
+// number in masks of bits.
 //
 // Legend, as in kernels/online.py and kernels/strided.py.
 //   q, k, v, dout    queries, keys, values, gradient of out
@@ -36,6 +37,8 @@ struct Call {
   const int32_t *lines;             // the table
   const int64_t *jobs;              // job x is lines jobs[x] to jobs[x + 1] - 1, which one thread computes in order
   const int64_t *indptr, *indices;  // lists of blocks, or null
+  const int64_t *kinds;             // for each of `indices` the number of its mask, -1 for a whole block; or null
+  const uint8_t *bits;              // masks: row_bytes for each streamed position of a block, a bit for each row held
   const uint8_t *hidden;            // (B, M): keys that nobody sees, or null
   const int64_t *lengths;           // (B): tokens of each sample, later rows see nothing and are not seen; or null
   const int32_t *query_words, *key_words;  // dropout (backends/dropout.py): (B, N, H * G, 2) and by kwn, kwh; or null
@@ -46,7 +49,7 @@ struct Call {
   int64_t qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh;
   int64_t job_count, spans, own;  // spans of a line; the most rows of a tile
   int64_t lsb, lsh, LH, size;     // lists: strides of indptr, query heads that share a list, positions of a block
-  int64_t kwn, kwh, threshold;
+  int64_t row_bytes, kwn, kwh, threshold;
   int64_t add_dq, add_dkdv;  // whether launches add up, in float32; else one launch writes, in the dtype of q
   int64_t few;               // whether tiles have few rows (few.h); `own` is then the most rows of a job
   int64_t joined;            // query heads of a token that a tile of queries holds side by side: G if they share a list, or 1

@@ -216,13 +216,16 @@ class Few {
         for (int64_t x = 0; x < held.count; x++) {
           if (!within(call, b, held.rows[x].token, 1, 1)) continue;
           while (streams[x].next(chunk, stretch == stretches ? INT64_MAX : positions * stretch / stretches)) {
-            int count = chunk.edged ? 0 : chunk.count;
-            for (int j = 0; j < chunk.count && chunk.edged; j++) {
+            const bool some = chunk.edged || chunk.cut;
+            const int32_t number = held.rows[x].number, bit = held.rows[x].tile->within + number;
+            int count = some ? 0 : chunk.count;
+            for (int j = 0; j < chunk.count && some; j++) {
+              const uint8_t *const bits = chunk.cut ? chunk.bits[j] : nullptr;
               seen[count] = chunk.token[j];
-              count += chunk.first[j] <= held.rows[x].number && held.rows[x].number <= chunk.last[j];
+              count += chunk.first[j] <= number && number <= chunk.last[j] && (!bits || bits_from(bits, bit) & 1);
             }
             for (int64_t g = first; g < first + together && count; g++)
-              work(x, held.rows[x].head * G + g, chunk.edged ? seen : chunk.token, count);
+              work(x, held.rows[x].head * G + g, some ? seen : chunk.token, count);
           }
         }
     }

@@ -45,8 +45,10 @@ class Forward {
     const int joined = int(call.joined), rows = rows_in(call, b, tile) * joined;
     int64_t *token = parts.take<int64_t>(own), *at = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *a = parts.take<int32_t>(own), *w = parts.take<int32_t>(own);
+    int32_t *bit = parts.take<int32_t>(own);
     for (int i = 0; i < own; i++) row[i] = i / joined, token[i] = tile.start + int64_t(row[i]) * tile.stride;
-    const Held held{rows, token, row};
+    if (call.kinds) number_bits(row, rows, bit);
+    const Held held{rows, token, row, tile.within, bit};
     float *q = parts.take(own * shape.stride), *m = parts.take(own), *z = parts.take(own);
     float *acc = parts.take(own * shape.columns);
     float *s = parts.take(CHUNK * LANES);

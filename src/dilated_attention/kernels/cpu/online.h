@@ -6,6 +6,7 @@
 // `cap` leaves them. Their `scale` comes times log2 e, so that p = 2^(s * scale - m), and m, lse are in units of log 2.
 #pragma once
 #include <cmath>
+#include <cstring>
 
 #include "rows.h"
 
@@ -27,10 +28,12 @@ struct Origin {
 struct Chunk {
   int count;
   bool edged;     // whether bands hide anything from any row of the tile
+  bool cut;       // whether masks of bits hide anything
   Origin origin;  // where they come from, if they are rows of one span, from a multiple of CHUNK on
   int64_t place;  // then the number of that multiple among those of all spans of the tile; else -1
   int64_t token[CHUNK];
   int32_t first[CHUNK], last[CHUNK];  // a row sees the tile's rows first <= i <= last, or is seen by them
+  const uint8_t *bits[CHUNK];         // if `cut`: of these, those whose bit is set, as in call.h; null: all of them
 };
 
 // The rows that a tile holds, in groups of LANES.
@@ -38,6 +41,8 @@ struct Held {
   int count;
   const int64_t *token;
   const int32_t *row;  // numbers in the tile, ascending; lanes without a row see nothing and are not seen
+  int32_t within;      // the position of row 0 of the tile in its block
+  const int32_t *bit;  // if there are masks of bits: 1 << (row - row of the first lane of its vector)
 
   int lanes(int group) const {  // in whole vectors
     const int left = count - group * LANES;
@@ -57,11 +62,61 @@ inline Mask seeing(Integers i, const Chunk &chunk, int j) {
   return at_least(i, all(chunk.first[j])) & at_most(i, all(chunk.last[j]));
 }
 
+// Write `bit` of Held for `count` rows.
+inline void number_bits(const int32_t *row, int count, int32_t *bit) {
+  for (int i = 0; i < count; i++) bit[i] = int32_t(1u << ((row[i] - row[i / WIDTH * WIDTH]) & 31));
+}
+
+constexpr int AT_ONCE = 57;  // bits that one unaligned read gives at least
+
+inline uint64_t bits_from(const uint8_t *bits, uint32_t first) {
+  uint64_t found;
+  std::memcpy(&found, bits + first / 8, sizeof found);
+  return found >> first % 8;
+}
+
+// The lanes from `lane` on whose rows have their bit set, one by one.
+inline Mask marked(const Held &held, int lane, const uint8_t *bits) {
+  int32_t found[WIDTH];
+  for (int i = 0; i < WIDTH; i++)
+    found[i] = lane + i < held.count && bits_from(bits, held.within + held.row[lane + i]) & 1;
+  return at_least(load_integers(found), all(1));
+}
+
+// The lanes from `lane` on that see row j of the chunk, or are seen by it; at least one lane has a row.
+inline Mask seeing(const Held &held, int lane, const Chunk &chunk, int j) {
+  const Mask seen = seeing(load_integers(held.row + lane), chunk, j) & first_lanes(held.count - lane);
+  return chunk.cut && chunk.bits[j] ? seen & marked(held, lane, chunk.bits[j]) : seen;
+}
+
+// `window` of a chunk that masks of bits cut. Not inlined: most chunks are not cut.
+template <int ROWS>
+[[gnu::noinline]] Window window_of_bits(const Held &held, int group, const Chunk &chunk, bool masked) {
+  const int first = group * LANES, last = (first + LANES < held.count ? first + LANES : held.count) - 1;
+  const int32_t top = held.row[first], bottom = held.row[last];
+  const bool at_once = bottom - top < AT_ONCE;
+  const uint64_t whole = at_once ? (uint64_t(2) << (bottom - top)) - 1 : 0;
+  int from = CHUNK, to = 0;
+  for (int j = 0; j < chunk.count; j++) {
+    masked |= chunk.first[j] > top || chunk.last[j] < bottom;
+    if (chunk.first[j] > bottom || chunk.last[j] < top) continue;
+    if (chunk.bits[j]) {
+      const uint64_t seen = bits_from(chunk.bits[j], held.within + top) & whole;
+      masked |= !at_once || seen != whole;
+      if (at_once && seen == 0) continue;
+    }
+    if (from == CHUNK) from = j;
+    to = j + 1;
+  }
+  return {from / ROWS * ROWS, int(round_up(to, ROWS)), masked};
+}
+
 template <Side HELD, int ROWS>
 inline Window window(const Held &held, int group, const Chunk &chunk) {
   const int first = group * LANES, last = (first + LANES < held.count ? first + LANES : held.count) - 1;
   const int32_t top = held.row[first], bottom = held.row[last];
   bool masked = chunk.count % ROWS != 0 || (HELD == Side::keys && last + 1 - first < LANES);
+  if (chunk.cut) return window_of_bits<ROWS>(held, group, chunk, masked);
   if (!chunk.edged) return {0, int(round_up(chunk.count, ROWS)), masked};
   int from = CHUNK, to = 0;
   for (int j = 0; j < chunk.count; j++) {
@@ -73,9 +128,33 @@ inline Window window(const Held &held, int group, const Chunk &chunk) {
   return {from / ROWS * ROWS, int(round_up(to, ROWS)), masked};
 }
 
+// `hide` of a chunk that masks of bits cut.
+[[gnu::noinline]] void hide_by_bits(const Held &held, int group, const Chunk &chunk, Window w, float *s) {
+  for (int x = 0; x < LANES; x += WIDTH) {
+    const int lane = group * LANES + x, rows = held.count - lane < WIDTH ? held.count - lane : WIDTH;
+    const int32_t *row = held.row + lane;
+    const Integers number = load_integers(row), bit = load_integers(held.bit + lane);
+    const Mask there = first_lanes(rows);
+    const bool at_once = rows > 0 && row[rows - 1] - row[0] < 32, edged = chunk.edged;
+    const uint32_t first = rows > 0 ? held.within + row[0] : 0;
+    for (int j = w.from; j < w.to; j++) {
+      Mask seen = there;
+      if (rows <= 0 || j >= chunk.count) {
+        seen = first_lanes(0);
+      } else {
+        if (edged) seen = seen & seeing(number, chunk, j);
+        if (const uint8_t *bits = chunk.bits[j])
+          seen = seen & (at_once ? share_bits(all(int32_t(bits_from(bits, first))), bit) : marked(held, lane, bits));
+      }
+      store(s + j * LANES + x, all(-INF), inverse(seen));
+    }
+  }
+}
+
 // s = -infinity where a row of the group and one of the chunk do not see one another. Most rows of a chunk that an edge
 // of a window cuts see a whole group: they are passed over.
 inline void hide(const Held &held, int group, const Chunk &chunk, Window w, float *s) {
+  if (chunk.cut) return hide_by_bits(held, group, chunk, w, s);
   const int32_t *row = held.row + group * LANES;
   const int left = held.count - group * LANES;
   for (int j = w.from; j < w.to; j++) {
@@ -341,10 +420,8 @@ inline void spread_infinities(Rows<const Element> v, int64_t D, const Held &held
   for (int j = 0; j < chunk.count; j++)
     for (int64_t d = 0; d < D; d++)
       if (any(infinite_or_nan(load(v[chunk.token[j]] + d, 1))))
-        for (int x = 0; x < LANES; x += WIDTH) {
-          const Integers i = load_integers(held.row + group * LANES + x);
-          store(acc + d * LANES + x, all(NOT_A_NUMBER), seeing(i, chunk, j));
-        }
+        for (int x = 0; x < held.lanes(group); x += WIDTH)
+          store(acc + d * LANES + x, all(NOT_A_NUMBER), seeing(held, group * LANES + x, chunk, j));
 }
 
 }  // namespace

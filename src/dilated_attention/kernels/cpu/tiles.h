@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int TILE_FIELDS = 8, SPAN_FIELDS = 5;
+constexpr int TILE_FIELDS = 9, SPAN_FIELDS = 5;
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
@@ -19,7 +19,7 @@ struct Span {
 };
 
 struct Tile {
-  int32_t head, start, stride, rows, first, phantoms, list, ahead;
+  int32_t head, start, stride, rows, first, phantoms, list, ahead, within;
 
   const Span *spans() const { return reinterpret_cast<const Span *>(this + 1); }
 };
@@ -70,7 +70,7 @@ class Stream {
   // Fills the chunk as far as there are rows, of lists of single positions only those `below` one; false if there are
   // none.
   bool next(Chunk &chunk, int64_t below = INT64_MAX) {
-    chunk.count = 0, chunk.edged = false, chunk.place = -1;
+    chunk.count = 0, chunk.edged = chunk.cut = false, chunk.place = -1;
     if (listed && size == 1) return next_positions(chunk, below);
     while (chunk.count < CHUNK && (at < end || next_run())) {
       const int64_t take = least(end - at, CHUNK - chunk.count);
@@ -98,6 +98,8 @@ class Stream {
   int64_t before = 0;       // chunks of the spans before
   Span run{};               // the span of
   int64_t at = 0, end = 0;  // these positions, which come next
+  const uint8_t *bits = nullptr;  // the mask of their block, whose first position is
+  int64_t first = 0;              // this one; null: the block is whole
 
   // Row i of the tile and row j of a span see one another iff low <= j - i <= high.
   static int64_t low(const Span &span) { return HELD == Side::queries ? span.far : span.near; }
@@ -106,6 +108,10 @@ class Stream {
   void add(Chunk &chunk, int64_t token, const Span &span, int64_t j) const {
     chunk.token[chunk.count] = token;
     chunk.first[chunk.count] = int32_t(j - high(span)), chunk.last[chunk.count] = int32_t(j - low(span));
+    if (call.kinds) {
+      chunk.bits[chunk.count] = bits ? bits + (j - first) * call.row_bytes : nullptr;
+      chunk.cut |= bits != nullptr;
+    }
     chunk.count += !(hidden && hidden[token]);
   }
 
@@ -116,9 +122,18 @@ class Stream {
       const int64_t j = indices[next_to_come] - tile.ahead, token = all.start + j * all.stride;
       if (j >= below) break;
       chunk.edged |= j > high(all) || j < low(all) + tile.rows - 1;
+      begin_block(next_to_come, j);
       add(chunk, token, all, j);
     }
     return chunk.count > 0;
+  }
+
+  // Find the mask of the block of an entry of the list; the block begins at position `begin`.
+  void begin_block(int64_t entry, int64_t begin) {
+    if (!call.kinds) return;
+    const int64_t kind = call.kinds[entry];
+    first = begin;
+    bits = kind < 0 ? nullptr : call.bits + kind * size * call.row_bytes;
   }
 
   bool next_run() {
@@ -126,12 +141,13 @@ class Stream {
     const int64_t which = next_to_come++;
     if (!listed) before += (run.count + CHUNK - 1) / CHUNK;
     run = tile.spans()[listed ? 0 : which];
-    const int64_t first = listed ? indices[which] * size - tile.ahead : 0;
+    const int64_t begin = listed ? indices[which] * size - tile.ahead : 0;
+    if (listed) begin_block(which, begin);
     const int64_t count = within(call, b, run.start, run.stride, run.count);
-    end = listed ? least(first + size, count) : count;
+    end = listed ? least(begin + size, count) : count;
     // What the band hides from the whole tile is not visited.
     end = least(end, high(run) + tile.rows);
-    at = most(most(first, 0), low(run) / CHUNK * CHUNK);
+    at = most(most(begin, 0), low(run) / CHUNK * CHUNK);
     return true;
   }
 };
@@ -351,10 +367,10 @@ void for_each_chunk(const Inputs<Element> &inputs, const Kept &kept, float *memo
                     Body body) {
   const int64_t h = task.tile->head, n = h * inputs.call.G + task.g;
   Stream<HELD> stream(inputs.call, *task.tile, task.b, n);
-  Chunk chunk, following;
+  Chunk chunks[2];
   int64_t number = 0;
-  for (bool more = stream.next(following); more && (++number % 16 || !stopped());) {
-    chunk = following;
+  for (bool more = stream.next(chunks[0]); more && (++number % 16 || !stopped());) {
+    Chunk &chunk = chunks[(number - 1) % 2], &following = chunks[number % 2];
     more = stream.next(following);
     Ahead ahead = more ? ahead_of<HELD>(inputs, kept, memory, following, task.b, HELD == Side::queries ? h : n)
                        : ahead_of<HELD>(inputs, kept, memory, next, following);

@@ -6,6 +6,7 @@
 //   load(x, n), store(x, y, n): the first n elements of any type, zeros behind them;
 //   a + b, a * b, multiply_add(a, b, c), ...: lane by lane; multiply_add is a * b + c in one rounding;
 //   choose(mask, a, b), only(mask, a): a where the mask is set, else b or 0;
+//   share_bits(a, b): whether a & b is not 0;
 //   transpose(rows), sums_of(vectors): WIDTH x WIDTH words; the sum of each vector.
 #pragma once
 #ifdef __aarch64__

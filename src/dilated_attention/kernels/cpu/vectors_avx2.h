@@ -50,6 +50,7 @@ inline Mask first_lanes(int64_t n) {
 inline Mask inverse(Mask x) { return x ^ all(-1); }
 inline Mask at_least(Integers a, Integers b) { return inverse(_mm256_cmpgt_epi32(b, a)); }
 inline Mask at_most(Integers a, Integers b) { return at_least(b, a); }
+inline Mask share_bits(Integers a, Integers b) { return inverse(_mm256_cmpeq_epi32(a & b, all(0))); }
 inline Mask greater(Lanes a, Lanes b) { return integers(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
 inline Mask equal(Lanes a, Lanes b) { return integers(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
 inline Mask is_nan(Lanes x) { return integers(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }

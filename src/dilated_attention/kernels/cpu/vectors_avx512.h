@@ -40,6 +40,7 @@ inline Integers shift_right(Integers x, int bits) { return _mm512_srli_epi32(x, 
 inline Mask first_lanes(int64_t n) { return n >= WIDTH ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 inline Mask at_least(Integers a, Integers b) { return _mm512_cmpge_epi32_mask(a, b); }
 inline Mask at_most(Integers a, Integers b) { return _mm512_cmple_epi32_mask(a, b); }
+inline Mask share_bits(Integers a, Integers b) { return _mm512_test_epi32_mask(a, b); }
 inline Mask greater(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline Mask equal(Lanes a, Lanes b) { return _mm512_cmpeq_ps_mask(a, b); }
 inline Mask is_nan(Lanes x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }

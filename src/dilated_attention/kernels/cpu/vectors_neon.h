@@ -45,6 +45,7 @@ inline Mask first_lanes(int64_t n) {
 inline Mask inverse(Mask x) { return vmvnq_u32(x); }
 inline Mask at_least(Integers a, Integers b) { return vcgeq_s32(a, b); }
 inline Mask at_most(Integers a, Integers b) { return vcleq_s32(a, b); }
+inline Mask share_bits(Integers a, Integers b) { return vtstq_s32(a, b); }
 inline Mask greater(Lanes a, Lanes b) { return vcgtq_f32(a, b); }
 inline Mask equal(Lanes a, Lanes b) { return vceqq_f32(a, b); }
 inline Mask is_nan(Lanes x) { return inverse(equal(x, x)); }
