@@ -276,6 +276,10 @@ def test_chosen_keys_are_not_dilated(family):
         with pytest.raises(UnsupportedError, match="chooses the keys of each query"):
             dilate(model, [16], [1], layers=layers)
     assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        expected = model(_tokens()).logits
+        model.set_attn_implementation(NAME)
+        torch.testing.assert_close(model(_tokens()).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_compressed_keys_without_their_bias_are_refused():

@@ -227,6 +227,8 @@ FOLLOWED_ELSEWHERE = {
     "of the model's attention; remove it from the batch":
         "test_own_attention_arguments.py::test_names_that_sdpa_ignores",
     'load the model with attn_implementation="{}"': "test_own_attention.py::test_refuses_by_name",
+    "from the start of a row: pad on the right": "test_own_attention_chosen.py::test_blocks_of_keys_are_trained",
+    "use the model's own attention": "test_own_attention_chosen.py::test_chosen_keys_are_not_dilated",
     "is unknown; load the model with": "test_own_attention_arguments.py::test_a_misspelt_implementation",
     "give each rank all heads, or use dilation_rates of 1": "test_own_attention_arguments.py::test_a_part_of_the_heads",
     "give it the mask that the model makes":

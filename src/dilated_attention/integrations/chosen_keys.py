@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,7 +54,7 @@ def as_listed(module: Any, shown: Shown, arguments: dict[str, Any]) -> Shown | C
     if indices is not None:
         if indices.shape[2] >= shown.keys and not traced and indices.min() >= 0:
             return shown
-        return Chosen(indices.masked_fill(~shown.sees(indices), -1)[:, None], shown)
+        return Chosen(_that_are_shown(shown, indices)[:, None], shown)
     if blocks is None:
         return shown
     _require_blocks_from_the_start(module, shown)
@@ -63,6 +65,16 @@ def as_listed(module: Any, shown: Shown, arguments: dict[str, Any]) -> Shown | C
     if shown.is_causal and not traced and ((blocks >= 0).sum(-1) == last[:, 0] + 1).all():
         return shown
     return Chosen(blocks, shown, size)
+
+
+def _that_are_shown(shown: Shown, indices: Tensor) -> Tensor:
+    """Return listed keys, `(batch, queries, k)`, with -1 in place of those that the mask hides."""
+    step = max(1, SCORES // max(1, indices.shape[0] * indices.shape[2]))
+    parts = []
+    for first, part in zip(range(0, shown.queries, step), indices.split(step, 1), strict=True):
+        some = replace(shown, q_start=shown.q_start + first, queries=part.shape[1])
+        parts.append(part.masked_fill(~some.sees(part), -1))
+    return torch.cat(parts, 1)
 
 
 def _require_blocks_from_the_start(module: nn.Module, shown: Shown) -> None:
@@ -150,11 +162,18 @@ def serve(model: nn.Module) -> None:
         elif hasattr(module, "sinks") and getattr(module, "compressor", None) is not None:
             _override(module.compressor, partial(_keep_bias, module))
         elif kind.__name__.endswith("Indexer"):
-            source = inspect.getsource(kind.forward)
+            source = _source(kind.forward)
             if all(part in source for part in _DEEPSEEK_FORM):
                 _override(module, partial(_lists_of_topk, module))
             elif "selected_token_mask" in source:
                 _override(module, partial(_lists_of_selected, module))
+
+
+def _source(function: Callable[..., Any]) -> str:
+    """Return the source of a function, an empty text if there is none."""
+    with suppress(OSError, TypeError):
+        return inspect.getsource(function)
+    return ""
 
 
 def _override(module: nn.Module, forward: Callable[..., Any]) -> None:

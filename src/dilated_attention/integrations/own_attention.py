@@ -199,7 +199,7 @@ class Shown(NotATensor):
         """
         if self.chunk is not None or self.pairs is not None:
             raise _unknown("chunks or blocks of tokens in a layer that chooses its keys")
-        place = self.q_start + torch.arange(self.queries, device=keys.device)[:, None]
+        place = self.q_start + torch.arange(self.queries, dtype=keys.dtype, device=keys.device)[:, None]
         far = self.k_start + keys - place  # how far a key lies after its query
         seen = (keys >= 0).expand(torch.broadcast_shapes(keys.shape, far.shape))
         after = self.after
@@ -212,13 +212,12 @@ class Shown(NotATensor):
             after = 0
         if after is not None:
             seen = seen & (far <= after)
-        index = keys.long().clamp(min=0)
         if self.samples is not None:
-            own = self.samples[:, place[:, 0] - self.k_start]
+            own = self.samples[:, place[:, 0].long() - self.k_start]
             own = own.view(len(own), *[1] * (keys.ndim - 3), -1, 1)
-            seen = seen & (_of_keys(self.samples, index) == own)
+            seen = seen & (_of_keys(self.samples, keys) == own)
         if self.hidden is not None:
-            seen = seen & ~_of_keys(self.hidden, index)
+            seen = seen & ~_of_keys(self.hidden, keys)
         return seen
 
     @property
@@ -302,9 +301,10 @@ class Shown(NotATensor):
 
 
 def _of_keys(x: Tensor, keys: Tensor) -> Tensor:
-    """Return the values of some keys, shaped like `keys` `(batch or 1, ..., k)`; x: `(batch, all keys)`."""
+    """Return the values of some keys, shaped like `keys` `(batch or 1, ..., k)`; x: `(batch, all keys)`. A key below 0
+    gets the value of key 0."""
     sample = torch.arange(len(x), device=x.device)
-    return x[sample.view(-1, *[1] * (keys.ndim - 1)), keys.to(x.device)]
+    return x[sample.view(-1, *[1] * (keys.ndim - 1)), keys.to(x.device, torch.int64).clamp(min=0)]
 
 
 def real_first(hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
