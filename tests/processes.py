@@ -23,6 +23,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "pytest",
         "torch._dynamo",
+        "dilated_attention.integrations.huggingface",
         "dilated_attention_lab.commands.train",
         "dilated_attention_lab.training.session",
         "dilated_attention_lab.training.ranks",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import pickle
 import random
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -30,6 +33,7 @@ from transformers import (
 
 import processes
 from dilated_attention import Dilated, UnsupportedError, Window, attention
+from dilated_attention.errors import ContextParallelError
 from dilated_attention.integrations import over_ranks
 from dilated_attention.integrations.huggingface import NAME, dilate, exchange_plan, report, shard_batch
 from dilated_attention.parallel import exchange_plan as plan_of_call
@@ -507,3 +511,57 @@ def _random_error(model: nn.Module, draw: random.Random, tokens: int, kind: str,
 def test_random_configurations(size, count):
     for answers in processes.run(size, random_configurations, count, within=600.0):
         assert not {name: x for name, x in answers.items() if x > EXACT}
+
+
+def fully_sharded() -> float:
+    """Return the error under FSDP2 over data and context ranks together, 2 x 2."""
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    model = build("gemma3", NAME)
+    batch = batch_of("packed")
+    kept, weights = torch.ones(2, TOKENS, dtype=torch.bool), torch.zeros(2, TOKENS, 1)
+    right = results_of(model, batch, kept, weights)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=meshes["data", "context"]._flatten("all"))
+    fully_shard(model, mesh=meshes["all"])
+    set_context_parallel(model, meshes["context"])
+    model.zero_grad()
+    row = dist.get_rank() // 2  # of this group of context ranks
+    own = shard_batch({name: x[row : row + 1] for name, x in batch.items()}, meshes["context"])
+    loss = model(**own).loss
+    loss.backward()
+    errors = []
+    for name, p in model.named_parameters():
+        if name in right["gradients"]:
+            errors.append(relative_error(p.grad.full_tensor(), right["gradients"][name]))
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return max(*errors, relative_error(total / 4, right["loss"]))
+
+
+def test_fully_sharded_parameters():
+    for answer in processes.run(4, fully_sharded):
+        assert answer <= EXACT
+
+
+def lost() -> str:
+    """Run a rank that leaves in the backward of a layer, and return what the others raise."""
+    mesh = mesh_of_all()
+    model = build("mistral", NAME)
+    set_context_parallel(model, mesh)
+    loss = model(**shard_batch(batch_of("plain"), mesh)).loss
+    if dist.get_rank() == 1:
+        os._exit(3)
+    try:
+        loss.backward()
+    except ContextParallelError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_lost_rank_is_named():
+    """Rank 0 keeps the store, which rank 2 may no longer reach when it asks who is lost."""
+    answers = processes.World(3, lost, timeout=20.0).outcomes(60.0, ranks=[0, 2])
+    for rank, missing in ((0, "rank 1"), (2, "")):
+        kind, words = answers[rank]
+        assert kind == "result"
+        assert re.search(rf"model\.layers\.\d\.self_attn, .*{missing}", words, re.DOTALL), words
