@@ -125,7 +125,7 @@ def test_context_parallel(tmp_path):
 
 
 def test_transformers_context(tmp_path):
-    """The loss of each step is that of one rank."""
+    """Two ranks print the losses of one."""
     (tmp_path / "run.py").write_text(THEN_NO_GLOO)
     losses = []
     for ranks in (1, 2):

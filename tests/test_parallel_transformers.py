@@ -35,7 +35,16 @@ import processes
 from dilated_attention import Dilated, UnsupportedError, Window, attention
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.integrations import over_ranks
-from dilated_attention.integrations.huggingface import NAME, dilate, exchange_plan, report, shard_batch
+from dilated_attention.integrations.generation_over_ranks import _read
+from dilated_attention.integrations.huggingface import (
+    NAME,
+    dilate,
+    exchange_plan,
+    generate_over_ranks,
+    report,
+    shard_batch,
+)
+from dilated_attention.integrations.over_ranks import ranks_of
 from dilated_attention.parallel import exchange_plan as plan_of_call
 from dilated_attention.parallel import set_context_parallel, shard_sequence, unshard_sequence
 from dilated_attention.parallel.comm import link_of
@@ -565,3 +574,45 @@ def test_a_lost_rank_is_named():
         kind, words = answers[rank]
         assert kind == "result"
         assert re.search(rf"model\.layers\.\d\.self_attn, .*{missing}", words, re.DOTALL), words
+
+
+def generation() -> dict[str, Any]:
+    """Return for each family whether its new tokens are those of one process, and how many rows each layer keeps."""
+    mesh = mesh_of_all()
+    answers = {}
+    for family in ("mistral", "gemma3", "llama4", "gpt_oss", "gemma2", "gemma3n"):
+        model = build(family, NAME)
+        prompt = torch.randint(3, 97, (2, TOKENS), generator=torch.Generator().manual_seed(4))
+        greedy = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+        right = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
+        with torch.no_grad():
+            expected = model(right[:, :-1], use_cache=False).logits[:, TOKENS:]
+        set_context_parallel(model, mesh)
+        logits: list[Tensor] = []
+        handle = model.register_forward_hook(lambda _, __, output, logits=logits: logits.append(output.logits))
+        assert generate_over_ranks(model, prompt, 12).equal(right), family
+        handle.remove()
+        assert relative_error(torch.cat(logits[1:], 1), expected) <= EXACT  # the first are of the prompt
+        drawn = generate_over_ranks(model, prompt, 5, do_sample=True, temperature=2.0, top_k=20, top_p=0.9)
+        answers[family] = drawn[:, TOKENS:].tolist()
+        end = int(right[0, TOKENS + 2])
+        ended = generate_over_ranks(model, prompt[:1], 12, eos_token_id=end)
+        assert ended.tolist()[0] == right[0, : TOKENS + 1 + right[0, TOKENS:].tolist().index(end)].tolist()
+    _, kept = _read(model, ranks_of(model), prompt)
+    answers["rows"] = sorted({x.k.shape[1] for x in kept.values()})
+    with pytest.raises(ValueError, match="call with different arguments"):
+        generate_over_ranks(model, prompt + dist.get_rank(), 2)
+    with pytest.raises(ValueError, match="the model is in training mode"):
+        generate_over_ranks(model.train(), prompt, 2)
+    set_context_parallel(model.eval(), None)
+    with pytest.raises(ValueError, match="the model has no mesh"):
+        generate_over_ranks(model, prompt, 2)
+    return answers
+
+
+def test_generation():
+    """The last of 3 ranks keeps what a window of 8 shows later; every rank keeps its shard in full layers."""
+    first, second, third = processes.run(3, generation)
+    for family in first.keys() - {"rows"}:
+        assert first[family] == second[family] == third[family]
+    assert (first["rows"], second["rows"], third["rows"]) == ([0, 14], [0, 14], [7, 15])

@@ -410,9 +410,10 @@ _POINTERS = (
 )  # fmt: skip
 _INTEGERS = (
     "B", "N", "M", "H", "G", "D", "qsb", "qsn", "qsh", "ksb", "ksn", "ksh", "vsb", "vsn", "vsh", "dsb", "dsn", "dsh",
-    "job_count", "spans", "own", "lsb", "lsh", "LH", "size", "row_bytes", "kwn", "kwh", "threshold", "add_dq", "add_dkdv",
-    "few", "joined", "by_block", "threads", "bias_kind", "bias_batch", "bias_head", "bias_row", "bias_at", "column_of_key",
-    "column_of_query", "first_column", "columns", "axes", "query_at_batch", "key_at_batch", "bias_shared",
+    "job_count", "spans", "own", "lsb", "lsh", "LH", "size", "row_bytes", "kwn", "kwh", "threshold", "add_dq",
+    "add_dkdv", "few", "joined", "by_block", "threads", "bias_kind", "bias_batch", "bias_head", "bias_row", "bias_at",
+    "column_of_key", "column_of_query", "first_column", "columns", "axes", "query_at_batch", "key_at_batch",
+    "bias_shared",
 )  # fmt: skip
 
 

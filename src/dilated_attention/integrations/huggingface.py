@@ -50,6 +50,7 @@ from dilated_attention.integrations.chosen_keys import (
     serve,
     with_compressed,
 )
+from dilated_attention.integrations.generation_over_ranks import generate_over_ranks as generate_over_ranks
 from dilated_attention.integrations.layer_masks import (
     WITH_CONVOLUTIONS,
     has_window,

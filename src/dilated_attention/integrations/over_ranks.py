@@ -59,6 +59,23 @@ def layer_name(module: nn.Module) -> str | None:
     return module.__dict__.get(_LAYER)
 
 
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Hold keys and values `(batch, rows, kv_heads, head_dim)` of a layer; `first` is the position of the first."""
+
+    k: Tensor
+    v: Tensor
+    first: int
+
+    @classmethod
+    def none(cls, k: Tensor, v: Tensor, first: int) -> Keys:
+        """Return no rows, of the shapes of k and v."""
+        return cls(k[:, :0], v[:, :0], first)
+
+    def followed_by(self, k: Tensor, v: Tensor) -> Keys:
+        return Keys(torch.cat([self.k, k], 1), torch.cat([self.v, v], 1), self.first)
+
+
 @dataclass
 class OverRanks:
     """Hold how a model runs over ranks.
@@ -68,6 +85,7 @@ class OverRanks:
         finds_packed: whether the model makes masks of packed samples from position_ids that restart.
         is_dilated: whether some layer has a dilated pattern.
         made_loss: whether the last forward computed the mean loss of all ranks.
+        kept: where a forward leaves the keys of this rank that later tokens see, by layer; None: nowhere.
     """
 
     mesh: DeviceMesh
@@ -76,6 +94,7 @@ class OverRanks:
     finds_packed: bool
     is_dilated: bool
     made_loss: bool = False
+    kept: dict[nn.Module, Keys] | None = None
 
     @property
     def link(self) -> Link:
@@ -126,6 +145,8 @@ class Forward:
             self._refuse("a layer that chooses the keys of each query over a mesh", q)
         if shown.blocks is not None:
             self._refuse("a block of tokens that see one another (a prefix, an image) over a mesh", q)
+        if self.over.kept is not None:
+            self.over.kept[layer] = self._seen_later(shown, k, v)
         options |= self._options(layer) | {"is_causal": shown.is_causal}
         whole = replace(shown, q_start=0, k_start=0, queries=self.seq_len, keys=self.seq_len)
         hidden = None
@@ -147,6 +168,17 @@ class Forward:
             part = attention(q[row], k[row], v[row], pattern, cu_seqlens=bounds, key_padding_mask=mask, **options)
             parts.append(_out(part))
         return torch.cat(parts)
+
+    def _seen_later(self, shown: Shown, k: Tensor, v: Tensor) -> Keys:
+        """Return the keys of this rank that tokens after the sequence see."""
+        first = 0
+        if shown.window is not None:
+            first = self.seq_len - shown.window + 1
+        if shown.chunk is not None:
+            first = self.seq_len // shown.chunk * shown.chunk
+        first = min(max(first, self.start), self.stop)
+        rows = slice(first - self.start, None)
+        return Keys(k[:, rows].clone(), v[:, rows].clone(), first)
 
     def attend_dilated(
         self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, layer: nn.Module, **options: Any
@@ -240,13 +272,19 @@ def set_over_ranks(
             part.__dict__["_loss_function"] = GlobalLoss(held, kind in SHIFTED)
 
 
-def made_global_loss(model: nn.Module) -> bool:
-    """Return whether the loss of a model's last forward was the mean of all ranks' tokens."""
+def ranks_of(model: nn.Module) -> OverRanks | None:
+    """Return how a model runs over ranks; None: it has no mesh."""
     for module in model.modules():
         over = module.__dict__.get(_OVER)
         if over is not None:
-            return over.made_loss
-    return False
+            return over
+    return None
+
+
+def made_global_loss(model: nn.Module) -> bool:
+    """Return whether the loss of a model's last forward was the mean of all ranks' tokens."""
+    over = ranks_of(model)
+    return over is not None and over.made_loss
 
 
 def _hook(module: nn.Module, hook: Callable[..., Any]) -> None:
