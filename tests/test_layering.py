@@ -25,6 +25,7 @@ LAYERS = (
     {"checks", "pictures"},
     {"bias", "layout", "plan", "scores"},
     {"patterns"},
+    {"neighborhood"},
     {"backends", "routing", "suggestion"},
     {"call"},
     {"execution", "parallel"},

@@ -6,6 +6,7 @@ from dilated_attention.explain import Explanation, explain
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge
+from dilated_attention.neighborhood import Neighborhood
 from dilated_attention.patterns import Dilated, Product, Sum, Window
 from dilated_attention.suggestion import suggest_pattern
 from dilated_attention.weights import attention_weights
@@ -17,6 +18,7 @@ __all__ = [
     "BlockLayout",
     "Dilated",
     "Explanation",
+    "Neighborhood",
     "Product",
     "Sum",
     "UnsupportedError",

@@ -24,7 +24,8 @@ from dilated_attention.backends.problem import Problem, Repeat
 from dilated_attention.cache import derived, plan_cache
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
-from dilated_attention.mesh import check_transport, context_group
+from dilated_attention.mesh import check_transport, context_group, mesh_size
+from dilated_attention.neighborhood import Neighborhood, Tiled, tiled
 from dilated_attention.patterns import (
     Dilated,
     LayoutOfLength,
@@ -41,7 +42,7 @@ from dilated_attention.torch_internals import in_autocast, in_export, in_torch_f
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Pattern = Dilated | Window | BlockLayout | Product | Sum
+Pattern = Dilated | Window | Neighborhood | BlockLayout | Product | Sum
 
 
 class Options(ScoreOptions, total=False):
@@ -535,14 +536,46 @@ def _check_over_ranks(pattern: Pattern, options: Options) -> None:
 
 
 def check_placed(pattern: Pattern, options: Options) -> None:
-    """Raise UnsupportedError for what excludes q_start and k_start: a product, compat, a mesh or cu_seqlens."""
+    """Raise UnsupportedError for what excludes q_start and k_start: a product, a neighborhood, compat, a mesh or
+    cu_seqlens."""
+    if not placed(options):
+        return
     _refuse(
         "with q_start or k_start",
+        ("a Neighborhood", isinstance(pattern, Neighborhood), "give the whole grid"),
         ("a product", isinstance(pattern, Product), "give a Dilated, a Window, a BlockLayout or a sum of them"),
         ("compat", getattr(pattern, "compat", None) is not None, "leave compat out"),
         ("mesh", options["mesh"] is not None, "leave q_start and k_start out: the shards say where tokens lie"),
         ("cu_seqlens", options["cu_seqlens"] is not None, "make one call per sample"),
     )
+
+
+def in_tiles(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Neighborhood, options: Options
+) -> tuple[Tiled, tuple[Tensor, Tensor, Tensor], Options]:
+    """Return a neighborhood as a layout over rows, and what a `Call` with that layout takes: tensors that stand for
+    ordered q, k and v, and the options."""
+    options = {**_DEFAULTS, **options}
+    check_placed(pattern, options)
+    checks.tensors(q, k, v)
+    pattern.check_length(q.shape[1])
+    pattern.refuse_causal(options["is_causal"])
+    checks.mask(k, options["key_padding_mask"])
+    one_grid = "every sample must be a whole grid"
+    _refuse(
+        "with a Neighborhood",
+        ("lengths", options["lengths"] is not None, f"{one_grid}; leave it out"),
+        ("cu_seqlens", options["cu_seqlens"] is not None, f"{one_grid}; give a batch"),
+        ("mesh", options["mesh"] is not None and mesh_size(options["mesh"]) > 1, "keep each sample on one rank"),
+        ("bias", options["bias"] is not None, "give BlockLayout.from_mask of the pairs, with block_size=1"),
+    )
+    _sequence_length(q, options["seq_len"], None, options["transport"])
+    found = tiled(pattern)
+    hidden = options["key_padding_mask"]
+    if hidden is not None:
+        hidden = found.keys(hidden)
+    ordered = (found.empty(q), found.empty(k), found.empty(v))
+    return found, ordered, {**options, "seq_len": None, "key_padding_mask": hidden}
 
 
 def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:
@@ -563,7 +596,8 @@ def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
     if isinstance(pattern, Product):
         return pattern.dilated
     raise ValueError(
-        f"pattern must be a Dilated, a Window, a BlockLayout, a product or a sum; got {type(pattern).__name__}"
+        "pattern must be a Dilated, a Window, a Neighborhood, a BlockLayout, a product or a sum; "
+        f"got {type(pattern).__name__}"
         f"{layout_remedy(pattern)}"
     )
 

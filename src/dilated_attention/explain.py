@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dilated_attention.backends.blocks import Calls, calls_of
-from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width
+from dilated_attention.call import Call, Options, Pattern, as_autocast, as_one_width, in_tiles
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.execution import layouts_of
 from dilated_attention.layout import BlockLayout
+from dilated_attention.neighborhood import Neighborhood
 from dilated_attention.parallel import over_mesh
 from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
 from dilated_attention.patterns import Dilated, describe_unserved
@@ -127,6 +128,9 @@ def explain(
         raise UnsupportedError(
             "explain takes no q_start or k_start with a block layout or lengths; explain the whole sequence"
         )
+    if isinstance(pattern, Neighborhood):
+        tiled, (q, k, v), options = in_tiles(q, k, v, pattern, options)
+        pattern = tiled.layout
     call = Call.of(q, k, v, pattern, **options)
     q, k, v = as_one_width(q, k, v)
     chosen = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,14 +19,16 @@ from dilated_attention.call import (
     Pattern,
     as_autocast,
     check_placed,
+    in_tiles,
     layout_remedy,
     placed,
     starts_of,
 )
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
+from dilated_attention.neighborhood import Neighborhood, Tiled
 from dilated_attention.parallel.over_mesh import refuse
-from dilated_attention.patterns import Offsets, Sum, dilated
+from dilated_attention.patterns import Offsets, dilated, parts_of_sum
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
@@ -74,7 +76,8 @@ def attention(
         k, v: `(batch, seq, kv_heads, head_dim)`; kv_heads divides heads. Query head h reads KV head
             h // (heads // kv_heads) and uses its offset. The head_dim of v may differ: the shorter of the two is then
             padded with zeros, and the call costs as much as with the longer one.
-        pattern: `Dilated`, `Window`, `BlockLayout`, a product `Dilated(...) * layout`, or a sum of these.
+        pattern: `Dilated`, `Window`, `Neighborhood`, `BlockLayout`, a product `Dilated(...) * layout`, or a sum of
+            these.
         is_causal: hide the keys after each query.
         scale: factor of the scores, any finite number; default 1 / sqrt(head_dim).
         dropout_p: probability that a softmax weight is dropped; the others are divided by 1 - dropout_p. lse counts all
@@ -150,21 +153,40 @@ def attention(
         checks.boolean("return_lse", return_lse)
         if lengths is not None and placed(options):
             options, after = _ended(q, k, v, pattern, options)
-        if isinstance(pattern, Sum):
-            parts = pattern.parts
-            calls = [Call.remembered(q, k, v, part, options, alone=len(parts) == 1) for part in parts]
-        else:
-            calls = [Call.remembered(q, k, v, pattern, options)]
+        parts = parts_of_sum(pattern)
+        called = [_Part.of(q, k, v, part, options, alone=len(parts) == 1) for part in parts]
     except ValueError as error:
         refuse(mesh, error, q)
         raise
     if after is not None:
         q = q.masked_fill(after[..., None, None], 0.0)  # they may hold NaN
-    out, lse = _attend(calls, q, k, v, options)
+    out, lse = _attend(called, q, k, v, options)
     if after is not None:
         out = out.masked_fill(after[..., None, None], 0.0)
         lse = lse.masked_fill(after[..., None], -torch.inf)
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+class _Part(NamedTuple):
+    """Hold the call of one part of a pattern. For a neighborhood it is over rows, tokens in another order (`tiled`)."""
+
+    call: Call
+    tiled: Tiled | None
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, *, alone: bool) -> _Part:
+        if not isinstance(pattern, Neighborhood):
+            return cls(Call.remembered(q, k, v, pattern, options, alone=alone), None)
+        tiled, rows, options = in_tiles(q, k, v, pattern, options)
+        return cls(Call.remembered(*rows, tiled.layout, options, alone=alone), tiled)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out, and lse `(batch, seq, heads)`."""
+        if self.tiled is None:
+            return operators.attend(q, k, v, self.call)
+        rows = self.tiled.queries(q), self.tiled.keys(k), self.tiled.keys(v)
+        out, lse = operators.attend(*rows, self.call)
+        return self.tiled.tokens(out), self.tiled.tokens(lse)
 
 
 def _ended(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Options, Tensor]:
@@ -186,14 +208,15 @@ def _ended(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) 
     return {**options, "lengths": None, "key_padding_mask": hidden}, after
 
 
-def _attend(calls: list[Call], q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _attend(parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Run checked calls that see one another's keys too: return their merged out, shaped as in `attention`, and lse
     `(batch, seq, heads)`. This draws the seed of dropout, and applies `key_padding_mask` and `sinks`."""
     key_padding_mask = options["key_padding_mask"]
     sinks = options["sinks"]
+    calls = [part.call for part in parts]
     if calls[0].scores.dropout_p:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device)
-        calls = [replace(call, seed=seed) for call in calls]
+        parts = [part._replace(call=replace(part.call, seed=seed)) for part in parts]
     spoiled = None
     if key_padding_mask is not None:
         if not all(call.backend.skips_rows and call.shards is None for call in calls):
@@ -202,10 +225,10 @@ def _attend(calls: list[Call], q: Tensor, k: Tensor, v: Tensor, options: Options
         if not _all_finite(q):
             spoiled = _hidden_queries(q, key_padding_mask, calls[0].starts)[:, :, None] & ~q.isfinite().all(-1)
             q = q.masked_fill(spoiled[..., None], 0.0)
-    out, lse = operators.attend(q, k, v, calls[0])
-    for call in calls[1:]:
-        part, part_lse = operators.attend(q, k, v, call)
-        out, lse = merge(out, lse.transpose(1, 2), part, part_lse.transpose(1, 2))
+    out, lse = parts[0].attend(q, k, v)
+    for part in parts[1:]:
+        more, more_lse = part.attend(q, k, v)
+        out, lse = merge(out, lse.transpose(1, 2), more, more_lse.transpose(1, 2))
         lse = lse.transpose(1, 2)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)

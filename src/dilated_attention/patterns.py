@@ -42,9 +42,8 @@ def _of_branches(bits: int, name: str, values: Sequence[int]) -> tuple[int, ...]
     return _below(bits, name, *checks.integers(name, values, "positive integers, one per branch", 1))
 
 
-class _Term:
-    """Base class of the terms of a sum, which may also be a `BlockLayout`. A subclass defines `_plot_head`, and
-    `_least_heads` if the default number of heads in `plot` is another."""
+class Term:
+    """Base class of the terms of a sum, which may also be a `BlockLayout`."""
 
     def __add__(self, other: Any) -> Sum:
         """Return the sum of both patterns: what either shows, counts added; see `Sum`."""
@@ -52,6 +51,15 @@ class _Term:
 
     def __radd__(self, other: Any) -> Sum:
         return Sum((other, self))
+
+    def _counts(self, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
+        """Return how many keys each token of each head sees, int64 `(heads, seq)`."""
+        raise NotImplementedError
+
+
+class _Drawn(Term):
+    """Base class of patterns that are drawn as pairs of query and key. A subclass defines `_plot_head`, and
+    `_least_heads` if the default number of heads in `plot` is another."""
 
     def plot(
         self,
@@ -85,7 +93,7 @@ class _Term:
         raise NotImplementedError
 
 
-class _Branched(_Term):
+class _Branched(_Drawn):
     """Base class of patterns that can be written as a list of `branches`: `Dilated`, `Window`, and sums of them."""
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
@@ -454,8 +462,8 @@ class Sum(_Branched):
     A key that two terms show counts twice, as in `Dilated` a key that two branches show.
 
     Args:
-        terms: at least two patterns: `Dilated`, `Window`, `BlockLayout` or products. The terms of a sum among them
-            take its place.
+        terms: at least two patterns: `Dilated`, `Window`, `Neighborhood`, `BlockLayout` or products. The terms of a sum
+            among them take its place.
 
     Examples:
         >>> from dilated_attention import Dilated, Window
@@ -478,9 +486,10 @@ class Sum(_Branched):
                 terms.append(term)
 
         for term in terms:
-            if not isinstance(term, (_Branched, BlockLayout, Product)):
+            if not isinstance(term, (Term, BlockLayout)):
                 raise ValueError(
-                    f"a term of a sum must be a Dilated, Window, BlockLayout or product; got {type(term).__name__}"
+                    "a term of a sum must be a Dilated, Window, Neighborhood, BlockLayout or product; "
+                    f"got {type(term).__name__}"
                 )
             if isinstance(term, Dilated) and term.compat is not None:
                 raise UnsupportedError(
@@ -548,7 +557,7 @@ def parts_of_sum(pattern: Any) -> tuple[Any, ...]:
     return pattern.parts if isinstance(pattern, Sum) else (pattern,)
 
 
-def _counts_of(part: _Branched | BlockLayout | Product, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
+def _counts_of(part: Term | BlockLayout, seq_len: int, num_heads: int, is_causal: bool) -> Tensor:
     """Return how many keys each token of each head sees, int64 `(heads, seq)`."""
     if isinstance(part, BlockLayout):
         if is_causal:
@@ -628,7 +637,7 @@ def pattern_for(layout: LayoutOfLength, length: int, is_ragged: bool = False) ->
 
 
 @dataclass(frozen=True)
-class Product(_Term):
+class Product(_Drawn):
     """Apply block sparsity inside dilated subsequences: a query sees the keys that its branch and the layout both show.
 
     Within each segment, the tokens that take part are numbered from 0, and the layout cuts this sequence into blocks.

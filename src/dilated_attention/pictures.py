@@ -143,6 +143,28 @@ def plot_places(places: np.ndarray, values: np.ndarray, size: int, title: str, a
     return ax
 
 
+def plot_neighbors(seen: np.ndarray, query: tuple[int, ...], ax: Axes | None = None) -> Axes:
+    """Draw a grid of one to three axes: white, grey where a query sees the token, black at the query. Planes of the
+    first of three axes stand side by side.
+
+    seen: booleans, in the shape of the grid.
+    """
+    ax = _axes(ax)
+    dark = np.where(seen, 0.4, 0.0)
+    dark[query] = 1.0
+    planes = dark.reshape((-1, *dark.shape[-2:])) if dark.ndim > 1 else dark[None, None]
+    between = np.full((planes.shape[1], 1), np.nan)
+    columns = [planes[0]]
+    for plane in planes[1:]:
+        columns += [between, plane]
+    cells = np.ma.masked_invalid(np.concatenate(columns, 1))
+    ax.pcolormesh(cells, cmap="Greys", vmin=0, vmax=1, edgecolors="0.8", linewidth=0.3)
+    ax.invert_yaxis()
+    keys = int(seen.sum())
+    ax.set(aspect="equal", title=f"the query at {', '.join(map(str, query))} sees {keys} of {seen.size} tokens")
+    return ax
+
+
 def _tokens_in(size: int, number: int, pixel: np.ndarray) -> np.ndarray:
     """Count the tokens of each block of `size` tokens in each pixel, (blocks, pixels). `pixel`: each token's pixel."""
     tokens = np.zeros((number, pixel[-1] + 1))

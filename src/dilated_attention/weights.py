@@ -12,11 +12,15 @@ from dilated_attention.call import Pattern, as_autocast, branched_factor
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
+from dilated_attention.neighborhood import Neighborhood, tiled
 from dilated_attention.patterns import Dilated, Product, parts_of_sum, without_padding
 from dilated_attention.plan import Rows, StridedGroup, plan_of
 from dilated_attention.torch_internals import without_autocast
 
 _LEAST_RUN = 256  # queries of a narrow window that are computed at once
+
+Order = tuple[Tensor, Tensor] | None
+"""The token of each row of queries and of keys, if a part of the pattern has another order of tokens."""
 
 
 def attention_weights(
@@ -83,13 +87,21 @@ def attention_weights(
         wide_k = k.to(lse.dtype)
         indices = [torch.empty(4, 0, dtype=torch.int64, device=q.device)]
         values = [lse.new_empty(0)]
-        groups: list[tuple[Pattern, StridedGroup]] = []
+        groups: list[tuple[Pattern, Order, StridedGroup]] = []
         for part in parts_of_sum(pattern):
-            branches = branched_factor(part, seq_len).branches(kv_heads)
-            for whole in plan_of(branches, (0, seq_len), None, is_causal).groups:
-                groups += [(part, group) for group in _narrow(whole)]
+            order: Order = None
+            length = seq_len
+            if isinstance(part, Neighborhood):
+                in_rows = tiled(part)
+                token = torch.arange(1, seq_len + 1, device=q.device)[None]
+                order = (in_rows.queries(token)[0] - 1, in_rows.keys(token)[0] - 1)  # -1: a row that was added
+                part = in_rows.layout
+                length = part.seq_len
+            branches = branched_factor(part, length).branches(kv_heads)
+            for whole in plan_of(branches, (0, length), None, is_causal).groups:
+                groups += [(part, order, group) for group in _narrow(whole)]
 
-        for part, group in groups:
+        for part, order, group in groups:
             layout = part if isinstance(part, BlockLayout) else None
             if isinstance(part, Product):
                 layout = part.layout_of(group.queries.count)
@@ -103,6 +115,9 @@ def attention_weights(
             query, key = (
                 _tokens(rows, segment, at).to(q.device) for rows, at in ((group.queries, queries), (group.keys, keys))
             )
+            if order is not None:
+                query = order[0][query]
+                key = order[1][key]
             seen = seen.to(q.device)
             if key_padding_mask is not None:
                 seen = seen & ~key_padding_mask[sample, key][:, None]

@@ -120,7 +120,7 @@ def _computed(axis: Axis, query_side: int, key_side: int) -> int:
 
 
 def _tile_ranges(start: np.ndarray, stop: np.ndarray, query_side: int, key_side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first key tile that each query tile sees, and how many from there on."""
+    """Return the first key tile that each query tile sees, and the number of key tiles that it sees."""
     start = start.reshape(-1, query_side)
     stop = stop.reshape(-1, query_side)
     first = np.where(start < stop, start, start.size).min(1) // key_side
@@ -132,7 +132,7 @@ class Tables(NamedTuple):
     """Hold the lists of a block layout, and the tokens that its rows are.
 
     Attributes:
-        queries, keys: the token of each row, int64 `(rows,)`; -1 where a row is none.
+        queries, keys: the token of each row, int64 `(rows,)`; -1 for rows that were added.
         counts: the number of key blocks that each query block sees.
         indices: these key blocks, an ascending list for each query block.
         kinds: the mask of each of them, as a row of `bits`; -1 where all queries see all keys.
@@ -173,7 +173,7 @@ def tables(axes: Sequence[Axis], leading: int, tiles: Tiles) -> Tables:
 
 
 def _order(axes: Sequence[Axis], sizes: Sequence[int], tile: Sequence[int]) -> np.ndarray:
-    """Return the number in the grid of the token that each row is, -1 where it is none."""
+    """Return the number in the grid of the token that each row is, -1 for rows that were added."""
     number = np.zeros((), np.int64)
     exists = np.ones((), bool)
     for axis, size, side in zip(axes, sizes, tile, strict=True):
@@ -247,10 +247,10 @@ def _leading_entries(
     rows of each block are tokens, `(blocks, rows)`."""
     first_queries = -(-leading // queries.shape[1])
     first_keys = -(-leading // keys.shape[1])
-    some_query = queries.any(1)
-    some_key = keys.any(1)
-    row, index = np.logical_and.outer(some_query[:first_queries], some_key).nonzero()
-    later_row, first_index = np.logical_and.outer(some_query[first_queries:], some_key[:first_keys]).nonzero()
+    some_query = np.asarray(queries.any(1))
+    some_key = np.asarray(keys.any(1))
+    row, index = (some_query[:first_queries, None] & some_key).nonzero()
+    later_row, first_index = (some_query[first_queries:, None] & some_key[:first_keys]).nonzero()
     row = np.concatenate([row, later_row + first_queries])
     index = np.concatenate([index, first_index])
     query_masks, of_query = _distinct(queries)

@@ -1,4 +1,4 @@
-"""Provide attention modules (dilated, block-sparse, with selected keys), rotary positions, a transformer block."""
+"""Provide attention modules (dilated, block-sparse, on grids, selecting keys), rotary positions, a transformer."""
 
 from dilated_attention.nn.attention import (
     BlockSparseDilatedAttention,
@@ -10,6 +10,12 @@ from dilated_attention.nn.attention import (
 )
 from dilated_attention.nn.block_mixture import BlockAttentionMixture
 from dilated_attention.nn.native_sparse import NativeSparseAttention
+from dilated_attention.nn.neighborhood import (
+    NeighborhoodAttention,
+    NeighborhoodAttention1D,
+    NeighborhoodAttention2D,
+    NeighborhoodAttention3D,
+)
 from dilated_attention.nn.positions import Rotary, grid_sines, rotary_tables, rotate
 from dilated_attention.nn.selection import SelectionCache
 from dilated_attention.nn.transformer import SelfAttention, TransformerBlock
@@ -22,6 +28,10 @@ __all__ = [
     "DilatedAttention",
     "MultiheadDilatedAttention",
     "NativeSparseAttention",
+    "NeighborhoodAttention",
+    "NeighborhoodAttention1D",
+    "NeighborhoodAttention2D",
+    "NeighborhoodAttention3D",
     "RingDilatedAttention",
     "Rotary",
     "SelectionCache",
