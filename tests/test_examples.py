@@ -90,6 +90,14 @@ def test_slides():
     assert found["largest difference of a slide in a batch to the slide alone"] <= 1e-5
 
 
+def test_neighborhood_segmentation(tmp_path):
+    picture = tmp_path / "found.png"
+    losses, share = load("neighborhood_segmentation").main(steps=12, batch=2, picture=str(picture))
+    assert losses[-1] < losses[0]
+    assert 0 < share < 1
+    assert picture.stat().st_size > 10_000
+
+
 def test_byte_lm():
     losses, sample = load("byte_lm").main(steps=10, prompt="import ")
     assert losses["trained"] < losses["untrained"] - 1
