@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -94,7 +96,29 @@ def _layouts() -> Figure:
     return figure
 
 
+def _masks() -> Figure:
+    """Draw the masks that docs/any-mask.md makes, by running the code of that page."""
+    page = Path(__file__).parents[1] / "any-mask.md"
+    code = "".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    figure = Figure(figsize=(10.8, 4.7), layout="constrained")
+    panels = figure.subplots(2, 5).flat
+    for panel, (name, layout) in zip(panels, names["layouts"].items(), strict=True):
+        panel.imshow(layout.dense_mask()[0, 0], cmap="binary", vmax=1.5, interpolation="nearest")
+        panel.set_title(name.replace("_", " "), fontsize=9)
+        panel.set(xticks=[], yticks=[])
+    return figure
+
+
 if __name__ == "__main__":
-    drawn = {"lead": _lead, "branches": _branches, "offsets": _offsets, "coverage": _coverage, "layouts": _layouts}
+    drawn = {
+        "lead": _lead,
+        "branches": _branches,
+        "offsets": _offsets,
+        "coverage": _coverage,
+        "layouts": _layouts,
+        "masks": _masks,
+    }
     for name, picture in drawn.items():
         picture().savefig(Path(__file__).parents[1] / "pictures" / f"pattern-{name}.png", dpi=150)
