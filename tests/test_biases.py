@@ -389,11 +389,36 @@ def test_higher_derivatives_are_of_the_reference():
         first.sum().backward()
 
 
-def test_fixed_slopes_get_no_gradient():
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", served(torch.float32))
+def test_fixed_tensors_get_no_gradient(form: str, backend: str):
+    """The gradients of q, k and v are those beside a tensor that is learned."""
     q, k, v = tensors()
-    slopes = torch.rand(2)
-    with mock.patch.object(torch.Tensor, "index_add_", side_effect=AssertionError("sums that nobody wants")):
-        attention(q, k, v, Window(4, 4), bias=Alibi(slopes), backend="native").sum().backward()
+    for options in ({}, {"cu_seqlens": torch.tensor([0, 12])}):
+        rows = slice(0, 1) if options else slice(None)
+        inputs = q[rows], k[rows], v[rows]
+        bias, tensor = make(form, inputs[0], 12, 12, random.Random(0))
+        if form == "plane" and backend == "cpu":
+            continue  # refused
+        learned = attention(*inputs, Window(4, 4), bias=bias, backend=backend, **options)
+        expected = torch.autograd.grad(learned.sin().sum(), (q, k, v))
+        tensor.requires_grad_(False)
+        fixed = attention(*inputs, Window(4, 4), bias=bias, backend=backend, **options)
+        with mock.patch.object(torch.Tensor, "index_add_", side_effect=AssertionError("sums that nobody wants")):
+            found = torch.autograd.grad(fixed.sin().sum(), (q, k, v))
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("form", [x for x in FORMS if x != "plane"])
+def test_empty_calls(form: str):
+    """A batch without samples, and a sample without tokens."""
+    for tokens, lengths in ((0, None), (12, [0, 5])):
+        q, k, v = tensors(tokens=tokens)
+        bias, tensor = make(form, q, tokens, tokens, random.Random(1))
+        out = attention(q, k, v, Dilated([4], [1]) * (lambda n: BlockLayout.local(n, 2, 2)), bias=bias, lengths=lengths)
+        gradients = torch.autograd.grad(out.sum(), (q, tensor))
+        assert all(x.isfinite().all() for x in gradients)
 
 
 WRONG: list[tuple[Any, str]] = [
@@ -408,7 +433,8 @@ WRONG: list[tuple[Any, str]] = [
     (lambda q: Alibi(torch.rand(2), torch.rand(3, 12, 2)), r"with batch 2 .*got .*\(3, 12, 2\)"),
     (lambda q: Alibi(torch.rand(2, device="meta")), "slopes must be on q's device, cpu; got meta"),
     (lambda q: RelativeBias(torch.rand(2, 8)), r"table must have 2 \* extent \+ 1 entries per axis, .*\(8,\)"),
-    (lambda q: RelativeBias(torch.rand(2, 0)), r"table must be a floating tensor .*\(2, 0\)"),
+    (lambda q: RelativeBias(torch.rand(2, 0)), r"table must have 2 \* extent \+ 1 entries .*\(0,\)"),
+    (lambda q: QueryBias(torch.rand(2, 12, 2, 0)), "logits must have an extent of at least 1"),
     (lambda q: RelativeBias(torch.rand(4, 9)), "table must have one row per head of q, 2"),
     (lambda q: RelativeBias(torch.rand(2, 3, 3)), "table must be a floating tensor"),
     (lambda q: RelativeBias(torch.rand(2, 4), torch.zeros(6).long()), "buckets must have 2 .*an odd number"),

@@ -98,6 +98,11 @@ def test_neighborhood_segmentation(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+def test_slide_alibi():
+    found = load("slide_alibi").main(tiles=300, more=400)
+    assert found["300 tiles"]["largest difference"] <= 1e-5
+
+
 def test_byte_lm():
     losses, sample = load("byte_lm").main(steps=10, prompt="import ")
     assert losses["trained"] < losses["untrained"] - 1

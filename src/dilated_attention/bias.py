@@ -174,6 +174,8 @@ class QueryBias:
 
     def __post_init__(self) -> None:
         _check_floating("logits", self.logits, 4, "(batch or 1, queries, heads, extent)")
+        if self.logits.shape[3] == 0:
+            raise ValueError(f"logits must have an extent of at least 1; got {_described(self.logits)}")
 
     def normal(self, q: Tensor, k: Tensor, reach: int, placed: bool) -> Normal:
         _check_shape("logits", self.logits, q, ((1, q.shape[0]), (q.shape[1],), (q.shape[2],), None))
@@ -369,7 +371,7 @@ def _distance(difference: Tensor, metric: str) -> Tensor:
 
 
 def _check_floating(name: str, x: Any, dims: int, shape: str) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != dims or 0 in x.shape[1:]:
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != dims:
         raise ValueError(f"{name} must be a floating tensor {shape}; got {_described(x)}")
 
 

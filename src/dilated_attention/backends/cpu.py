@@ -263,7 +263,7 @@ def backward(
     arguments.set(dq=dq)
     for launch in together:
         run("dkdv", arguments, launch)
-    if arguments.bias is not None:
+    if arguments.bias is not None and arguments.bias.sums is not None:
         arguments.bias.collect()
     arguments.set_bias("queries")
     for launch in queries:

@@ -113,7 +113,7 @@ def _by_row(source: Source, attributes: Attributes, q: Tensor, one_by_one: bool)
     base = int(places[0, 0, 0])
     steps = [int(x[1] - x[0]) if len(x) > 1 else 0 for x in (places[:, 0, 0], places[0, :, 0], places[0, 0])]
     batch, row, head = steps
-    entries = (source.tensor.detach().float() * LOG2E).contiguous().flatten()
+    entries = source.tensor.detach().float().contiguous().flatten()
 
     sums = None
     own_sums = source.sums

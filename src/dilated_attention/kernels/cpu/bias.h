@@ -1,13 +1,14 @@
 // What a bias (bias.py) adds to the scores of a tile, made in registers, and the sums of its gradient.
 //
-// Rows that a tile holds lie in lanes; `other` is the token of a row that the loop streams. Entries come times log2 e. Three
-// kinds:
+// Rows that a tile holds lie in lanes; `other` is the token of a row that the loop streams. The entries of the first two
+// kinds come times log2 e:
 //   by difference   an entry of a table for each head: held - other + at, so that lanes of neighbouring tokens are one
 //                   load. backends/cpu.py makes a table of all differences, which is as long as q and k together, and
 //                   turns it round for tiles of queries.
 //   a distance      of coordinates, times a factor for each head
 //   by row          an entry of what each query brings: at k * column_of_key + q * column_of_query + first_column
 #pragma once
+#include <algorithm>
 #include <cstring>
 
 #include "tiles.h"
@@ -15,6 +16,8 @@
 namespace {
 
 enum class BiasKind : int64_t { none, by_difference, euclidean, manhattan, chebyshev, by_row };
+
+constexpr int AHEAD = 4;  // rows of a query's entries that are fetched before they are read
 
 inline Lanes load_anywhere(const float *x) { return floats(load_integers(reinterpret_cast<const int32_t *>(x))); }
 
@@ -54,8 +57,9 @@ class Bias {
     gradients = parts.take(CHUNK * LANES);
     held_at = parts.take(call.axes * round_up(count, LANES));
     if (is_distance()) {
-      const float *at = HELD == Side::queries ? call.query_at + b * call.query_at_batch : call.key_at + b * call.key_at_batch;
-      others_at = HELD == Side::queries ? call.key_at + b * call.key_at_batch : call.query_at + b * call.query_at_batch;
+      const float *of_queries = call.query_at + b * call.query_at_batch, *of_keys = call.key_at + b * call.key_at_batch;
+      const float *at = HELD == Side::queries ? of_queries : of_keys;
+      others_at = HELD == Side::queries ? of_keys : of_queries;
       for (int64_t a = 0; a < call.axes; a++)
         for (int i = 0; i < round_up(count, LANES); i++)
           held_at[a * round_up(count, LANES) + i] = i < count ? at[token[i] * call.axes + a] : 0;
@@ -76,7 +80,7 @@ class Bias {
   // s = s * scale + bias * log2 e in the rows of a window.
   void add(int group, const Chunk &chunk, Window w, int lanes, float scale, float *s) const {
     const int first = group * LANES;
-    const auto with = [&](auto value) {  // value(j, x, other): the bias of a row and the lanes from x on
+    const auto with = [&](auto value) {  // value(j, x, other) returns the bias of a row and of WIDTH lanes, x first
       for (int j = w.from; j < w.to; j++) {
         const int64_t other = chunk.token[j < chunk.count ? j : 0];
         for (int x = 0; x < lanes; x += WIDTH) {
@@ -96,12 +100,15 @@ class Bias {
     if (is_row_of_keys(group)) {
       const float *from = entry + token[first] + call.first_column;
       const int left = count - first;
-      return with([=](int, int x, int64_t other) {
-        return load(reinterpret_cast<const Float32 *>(from + other * call.bias_row + x), left - x);
+      return with([=, &chunk](int j, int x, int64_t other) {
+        __builtin_prefetch(from + chunk.token[j + AHEAD < chunk.count ? j + AHEAD : 0] * call.bias_row + x);
+        return load(reinterpret_cast<const Float32 *>(from + other * call.bias_row + x), left - x) * all(LOG2E);
       });
     }
+    if (is_outside(group, chunk)) return with([](int, int, int64_t) { return zeros(); });
     fill(group, chunk, w);
-    with([=](int j, int x, int64_t) { return load(gradients + j * LANES + x); });
+    const Lanes times = all(kind == BiasKind::by_row ? LOG2E : 1.f);
+    with([=](int j, int x, int64_t) { return load(gradients + j * LANES + x) * times; });
   }
 
   // Add the gradient of the scores in `room`, 0 where nothing is seen.
@@ -109,6 +116,7 @@ class Bias {
     const int first = group * LANES, lanes = count - first < LANES ? count - first : LANES;
     const int stop = w.to < chunk.count ? w.to : chunk.count;
     const bool dense = is_dense(group);
+    if (is_outside(group, chunk)) return;
     Lanes far = zeros();
     for (int j = w.from; j < stop; j++) {
       const int64_t other = chunk.token[j];
@@ -122,7 +130,9 @@ class Bias {
       } else if (is_distance()) {
         for (int x = 0; x < lanes; x += WIDTH) far = multiply_add(load(ds + x), distance(first + x, other), far);
       } else if (!call.bias_shared && is_row_of_keys(group)) {
-        auto *to = reinterpret_cast<Float32 *>(row_sums + other * call.bias_row + token[first] + call.first_column);
+        float *sums_of_keys = row_sums + token[first] + call.first_column;
+        auto *to = reinterpret_cast<Float32 *>(sums_of_keys + other * call.bias_row);
+        __builtin_prefetch(sums_of_keys + chunk.token[j + AHEAD < stop ? j + AHEAD : j] * call.bias_row, 1);
         for (int x = 0; x < lanes; x += WIDTH) store(to + x, load(to + x, lanes - x) + load(ds + x), lanes - x);
       } else {
         for (int x = 0; x < lanes; x++) {
@@ -172,9 +182,24 @@ class Bias {
     return HELD == Side::keys && kind == BiasKind::by_row && call.column_of_query == 0 && is_dense(group);
   }
 
+  // Whether no pair of a group and a chunk has an entry by row.
+  bool is_outside(int group, const Chunk &chunk) const {
+    if (kind != BiasKind::by_row || call.column_of_query == 0) return false;
+    const int64_t *held = token + group * LANES;
+    const int rows = count - group * LANES < LANES ? count - group * LANES : LANES;
+    const auto held_ends = std::minmax_element(held, held + rows);
+    const auto ends = std::minmax_element(chunk.token, chunk.token + chunk.count);
+    const bool queries = HELD == Side::queries;
+    const int64_t least = queries ? *held_ends.first - *ends.second : *ends.first - *held_ends.second;
+    const int64_t most = queries ? *held_ends.second - *ends.first : *ends.second - *held_ends.first;
+    return most + call.first_column < 0 || least + call.first_column >= call.columns;
+  }
+
   // Write the bias of a group and the rows of a window to `gradients`, entry by entry: [CHUNK][LANES].
   void fill(int group, const Chunk &chunk, Window w) const {
     const int first = group * LANES;
+    if (HELD == Side::queries && kind == BiasKind::by_row && call.column_of_query == 0)
+      return transpose_rows(first, chunk);
     for (int i = 0; i < LANES; i++) {
       float *to = gradients + i;
       const auto with = [&](auto value) {
@@ -188,15 +213,36 @@ class Bias {
       if (kind == BiasKind::by_difference) {
         const float *from = entry + held + call.bias_at;
         with([=](int64_t other) { return from[-other]; });
-      } else if (HELD == Side::queries && call.column_of_query == 0) {
-        const float *from = entry + held * call.bias_row + call.first_column;
-        with([=](int64_t other) { return from[other]; });
       } else {
         with([=](int64_t other) {
           const int64_t at = place(held, other);
           return at < 0 ? 0.f : entry[at];
         });
       }
+    }
+  }
+
+  // Do what `fill` does for entries by pair: the rows of queries, which are held, lie along the chunk.
+  void transpose_rows(int first, const Chunk &chunk) const {
+    for (int x = 0; x < LANES; x += WIDTH) {
+      const float *from[WIDTH];
+      for (int i = 0; i < WIDTH; i++) {
+        const int lane = first + x + i < count ? first + x + i : first;
+        from[i] = entry + token[lane] * call.bias_row + call.first_column;
+        for (int at = 0; at < CHUNK; at += 16) __builtin_prefetch(from[i] + chunk.token[chunk.count - 1] + 1 + at);
+      }
+      int j = 0;
+      for (; j + WIDTH <= chunk.count; j += WIDTH) {
+        const int64_t other = chunk.token[j];
+        if (chunk.token[j + WIDTH - 1] - other != WIDTH - 1) break;
+        Integers rows[WIDTH];
+        for (int i = 0; i < WIDTH; i++) rows[i] = load_integers(reinterpret_cast<const int32_t *>(from[i] + other));
+        transpose(rows);
+        for (int i = 0; i < WIDTH; i++) store(gradients + (j + i) * LANES + x, rows[i]);
+      }
+      for (; j < CHUNK; j++)
+        for (int i = 0; i < WIDTH; i++)
+          gradients[j * LANES + x + i] = j < chunk.count ? from[i][chunk.token[j]] : 0;
     }
   }
 
