@@ -214,6 +214,7 @@ class Few {
       const int64_t stretches = least(bytes / ROOM, listed / (LEAST * held.count)) + 1;
       for (int64_t stretch = 1; stretch <= stretches; stretch++)
         for (int64_t x = 0; x < held.count; x++) {
+          if (x + 1 < held.count) streams[x + 1].ask();
           if (!within(call, b, held.rows[x].token, 1, 1)) continue;
           while (streams[x].next(chunk, stretch == stretches ? INT64_MAX : positions * stretch / stretches)) {
             const bool some = chunk.edged || chunk.cut;
