@@ -17,6 +17,7 @@ number of tokens (`index_scores`). As soon as the model has another implementati
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -196,27 +197,87 @@ def _lists_in_a_mask(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lists_of_selected(indexer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the lists of which a Qwen4 indexer makes its mask over pairs, as `Chosen`.
-
-    The indexer's own forward runs over one slice of queries after another, with the keys so far, as over a prompt in
-    chunks. It scores one query at a time.
-    """
+    """Return the lists of which a Qwen4 indexer makes its mask over pairs, as `Chosen`."""
     theirs, given = _bound(indexer, args, kwargs)
     shown = given["attention_mask"]
     if not isinstance(shown, Shown):
         return theirs(**given)
-    batch = len(given["hidden_states"])
-    tables = given["position_embeddings"]
-    width = indexer.token_budget + indexer.compress_ratio - 1
-    lists = given["hidden_states"].new_full((batch, 1, shown.queries, width), -1, dtype=torch.int64)
-    for at, stop, keys in _slices(shown, given, batch * shown.keys, indexer.layer_idx):
-        part = {**given, **keys, "hidden_states": given["hidden_states"][:, at]}
-        part["position_embeddings"] = tuple(x[:, :stop] for x in tables)
-        seen = Rows(shown).part(at, stop).expand(batch, -1, -1)[:, None]
-        part["attention_mask"] = seen
-        found = _listed(theirs(**part) & seen)
-        lists[:, :, at, : found.shape[3]] = found
-    return Chosen(lists)
+    cache = given[_cache_name(given)]
+    source = _source(type(indexer).forward)
+    plain = shown.is_causal and shown.window is None and indexer.index_kv_heads == 1
+    if plain and all(part in source for part in _QWEN4_FORM):
+        return Chosen(_lists_of_pools(indexer, shown, given["hidden_states"], given["position_embeddings"], cache))
+    seen = Rows(shown).part(slice(0, shown.queries), shown.keys)
+    seen = seen.expand(len(given["hidden_states"]), -1, -1)[:, None]
+    return Chosen(_listed(theirs(**given | {"attention_mask": seen}) & seen))
+
+
+_QWEN4_FORM = (
+    "q = self.q_layernorm(q)",
+    "pooled_keys = key_groups.float().mean(dim=1).to(raw_keys.dtype)",
+    "pooled_keys = self.k_layernorm(pooled_keys)",
+    "scores = torch.relu(scores).sum(dim=-1) / math.sqrt(self.index_head_dim)",
+    "selected_block_indices = scores.topk(min(self.block_topk, num_complete_blocks), dim=0).indices",
+)
+"""Code of Qwen4's indexer, which does for one query after another what `_lists_of_pools` does for runs of them."""
+
+
+@torch.no_grad()
+def _lists_of_pools(indexer: Any, shown: Shown, x: Tensor, tables: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+    """Return the keys that a Qwen4 indexer selects: `(batch, 1, queries, k)`, -1 for none.
+
+    The real tokens of a sample are cut into pools of `compress_ratio`. A query lists the tokens of the complete pools
+    whose mean key scores most, and those after the last complete pool. x: `(batch, queries, hidden_size)`. tables:
+    (cos, sin) of all keys.
+    """
+    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    batch, queries, _ = x.shape
+    size = indexer.compress_ratio
+    past = shown.q_start - shown.k_start
+    cos, sin = tables
+
+    query, keys = indexer.index_qk_proj(x).split(
+        [indexer.index_n_heads * indexer.index_head_dim, indexer.index_head_dim], -1
+    )
+    query = indexer.q_layernorm(query.unflatten(-1, (indexer.index_n_heads, -1)))
+    query = rotate(query, cos=cos[:, -queries:], sin=sin[:, -queries:], unsqueeze_dim=2).float()
+    if cache is not None:
+        keys = cache.update_indexer(keys, indexer.layer_idx)
+    lists = torch.full((batch, 1, queries, indexer.token_budget + size - 1), -1, device=x.device)
+    place = torch.arange(past, past + queries, device=x.device)
+    for sample, rows, token in _samples(shown, batch, past + queries, x.device):
+        pools = token[: len(token) // size * size].view(-1, size)
+        pooled = keys[sample, pools].float().mean(1).to(keys.dtype)
+        pooled = indexer.k_layernorm(pooled)[:, None]
+        first = pools[:, 0]
+        pooled = rotate(pooled, cos=cos[sample, first], sin=sin[sample, first])[:, 0].float()
+
+        count = torch.searchsorted(token, place[rows], right=True)  # the tokens up to each query
+        complete = count // size
+        for number in complete.unique().tolist():  # all queries that have as many complete pools
+            same = rows[complete == number]
+            chosen = min(indexer.block_topk, number)
+            score = (query[sample, same] @ pooled[:number].mT).relu().sum(1)
+            best = score.topk(chosen, dim=-1).indices
+            lists[sample, 0, same, : chosen * size] = pools[best].flatten(1)
+            tail = number * size + torch.arange(size - 1, device=x.device)
+            rest = token[tail.clamp(max=len(token) - 1)].expand(len(same), -1)
+            missing = tail >= count[complete == number, None]
+            lists[sample, 0, same, chosen * size : chosen * size + size - 1] = rest.masked_fill(missing, -1)
+    return lists
+
+
+def _samples(shown: Shown, batch: int, stop: int, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield for each sample (its row of the batch, its queries, its real tokens among the keys before `stop`)."""
+    every = torch.ones(batch, stop, dtype=torch.bool, device=device)
+    real = every if shown.hidden is None else ~shown.hidden[:, :stop]
+    numbers = every.long() if shown.samples is None else shown.samples
+    for row in range(batch):
+        for number in numbers[row].unique():
+            own = numbers[row] == number
+            token = (own & real[row]).nonzero()[:, 0]
+            if len(token):
+                yield row, own[stop - shown.queries :].nonzero()[:, 0], token
 
 
 def _listed(seen: Tensor) -> Tensor:
@@ -309,60 +370,3 @@ def _bound(indexer: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], di
     bound = inspect.signature(theirs).bind(*args, **kwargs)
     bound.apply_defaults()
     return theirs, bound.arguments
-
-
-def _slices(
-    shown: Shown, given: dict[str, Any], scores: int, layer: int
-) -> Iterator[tuple[slice, int, dict[str, Any]]]:
-    """Yield slices of the queries, the number of keys to score for each, and the cache to give the indexer, by name.
-
-    given: the arguments of the indexer's forward. scores: how many scores a query has. A single slice has all keys,
-    and the cache itself.
-    """
-    step = max(1, SCORES // max(1, scores))
-    if step >= shown.queries or not shown.is_causal:
-        yield slice(0, shown.queries), shown.keys, {}
-        return
-    past = shown.q_start - shown.k_start
-    name = _cache_name(given)
-    keys = _KeysSoFar(given[name], past, past + shown.queries)
-    for first in range(0, shown.queries, step):
-        at = slice(first, min(first + step, shown.queries))
-        yield at, past + at.stop, {name: keys}
-    keys.finish(layer)
-
-
-class _KeysSoFar:
-    """Take the place of a cache while an indexer runs over slices of queries, and return its keys so far.
-
-    The first slice's keys go to the cache at once, which returns the earlier ones with them; `finish` gives it the
-    others. past, total: the number of keys before the first slice, and after the last.
-    """
-
-    def __init__(self, cache: Any, past: int, total: int) -> None:
-        self.cache = cache
-        self.total = total
-        self.stop = past
-        self.cached = 0
-        self.keys: Tensor | None = None
-
-    def update_indexer(self, new: Tensor, layer: int) -> Tensor:
-        """Add the keys of a slice, `(batch, tokens, head_dim)`, and return all keys so far."""
-        start = self.stop
-        self.stop += new.shape[1]
-        if self.keys is None:
-            known = new
-            if self.cache is not None:
-                known = self.cache.update_indexer(new, layer)[:, : self.stop]  # a static cache returns its buffer
-            self.keys = known.new_empty(len(known), self.total, known.shape[2])
-            self.keys[:, : self.stop] = known
-            self.cached = self.stop
-        else:
-            self.keys[:, start : self.stop] = new
-        return self.keys[:, : self.stop]
-
-    def finish(self, layer: int) -> None:
-        """Give the cache the keys that it does not have yet."""
-        if self.cache is not None:
-            assert self.keys is not None
-            self.cache.update_indexer(self.keys[:, self.cached :], layer)
