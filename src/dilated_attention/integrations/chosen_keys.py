@@ -113,7 +113,9 @@ def attend_chosen(chosen: Chosen, q: Tensor, k: Tensor, v: Tensor, **options: An
     if one:
         return _tensor(listed_attention(q, k, v, lists, scale=options["scale"], sinks=options["sinks"]))
     layout = _layout(lists, max(q.shape[1], k.shape[1]))
-    return _tensor(attention(q, k, v, layout, q_start=layout.seq_len - q.shape[1], k_start=0, **options))
+    if q.shape[1] != k.shape[1]:
+        options |= {"q_start": layout.seq_len - q.shape[1], "k_start": 0}
+    return _tensor(attention(q, k, v, layout, **options))
 
 
 def _tensor(x: Any) -> Tensor:
