@@ -343,7 +343,7 @@ def _sparse(batch, head, query, key):
     ],
 )
 def test_any_mask_function_is_computed(mask_function, past):
-    """With padding and, for later tokens, over a cache; rows that see nothing are not compared."""
+    """Padding hides keys, and later tokens have a cache; rows that see nothing are not compared."""
     config = Gemma3TextConfig()
     q, k, v = torch.randn(2, 60 - past, 4, 8), *torch.randn(2, 2, 60, 2, 8)
     padding = torch.arange(60) >= torch.tensor([[0], [9]])

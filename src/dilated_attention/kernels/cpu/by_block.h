@@ -1,5 +1,5 @@
 // The forward of tiles of few rows whose lists name whole blocks: few.h would multiply row by row, and forward.h leave most
-// lanes empty. So here a job has many tiles, takes one block after another, and the rows that list a block fill the
+// lanes empty. So here a job has many tiles, goes block by block, and the rows that see the block fill the
 // lanes. What a row has summed lies in a row, to which each block adds.
 #pragma once
 #include <cmath>
@@ -68,7 +68,7 @@ class ForwardByBlock {
     return {begin, std::lower_bound(begin, end, (stop + call.size - 1) / call.size), 0, 0};
   }
 
-  // The tiles of these lines, for the query heads from g on of their key-value head.
+  // The tiles of these lines, for the query heads of their key-value head that begin with number g.
   void compute(int64_t first_line, int64_t last_line, int64_t b, int64_t g, float *memory) const {
     Parts parts(memory);
     const Tile &any = tile_of(call, first_line);
@@ -157,7 +157,7 @@ class ForwardByBlock {
 
   struct Listing {
     int64_t count;
-    const int64_t *row;  // the rows that list a block
+    const int64_t *row;  // the rows that see the block
     const int64_t *token, *q_at;
     const int32_t *limit;
     float *m, *z, *acc;
