@@ -20,8 +20,8 @@ REMEDY = 'load the model with attn_implementation="sdpa"'
 def layout_of_function(
     mask_function: Callable[..., Any], batch: int, queries: int, keys: int, q_start: int, k_start: int, device: Any
 ) -> BlockLayout:
-    """Return what a mask function of transformers shows to some queries, the first at position q_start, of some keys, the
-    first at k_start. In the layout both begin at 0."""
+    """Return which of some keys, the first at position k_start, a mask function of transformers shows to some queries,
+    the first at q_start. In the layout both begin at 0."""
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return mask_function(b, h, q + q_start, k + k_start)

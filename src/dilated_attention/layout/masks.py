@@ -27,7 +27,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of batch element, head, query and key, each one number, that says whether the query sees the key."""
 
 Tables = tuple[BlockGrid, Lists, Tensor | None, Tensor | None]
-"""The tables of a layout: its grid, its lists, and the kinds and bits of blocks that are not whole, or None and None."""
+"""The tables of a layout: its grid, its lists, and the kinds and bits of blocks that are not whole, or None."""
 
 _AT_ONCE = 2**24
 """The most pairs whose masks are formed at one time."""
