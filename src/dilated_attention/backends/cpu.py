@@ -263,8 +263,8 @@ def backward(
     arguments.set(dq=dq)
     for launch in together:
         run("dkdv", arguments, launch)
-    if arguments.bias is not None and arguments.bias.sums is not None:
-        arguments.bias.collect()
+    if arguments.bias is not None:
+        arguments.bias.finish()
     arguments.set_bias("queries")
     for launch in queries:
         run("dq", arguments, launch)

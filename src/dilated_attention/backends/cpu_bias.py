@@ -28,18 +28,23 @@ class Entries:
         by_side: the entries and `bias_at` for tiles of queries, and of keys.
         others: the other arguments, alike for both.
         sums: what the kernels of tiles of keys add the gradient of entries to; None: no gradient is wanted.
-        collect: adds `sums` to the sums of the source, once all tiles of keys have been computed.
+        collect: adds `sums` to the sums of the source.
     """
 
     by_side: dict[Side, tuple[Tensor, int]]
     others: dict[str, Tensor | int]
     sums: Tensor | None
-    collect: Callable[[], object]
+    collect: Callable[[Tensor], object]
 
     def arguments(self, side: Side) -> dict[str, Tensor | int | None]:
         entries, at = self.by_side[side]
         sums = self.sums if side == "keys" else None
         return {"bias": entries, "bias_at": at, "bias_sums": sums, **self.others}
+
+    def finish(self) -> None:
+        """Add to the sums of the source, once all tiles of keys have been computed."""
+        if self.sums is not None:
+            self.collect(self.sums)
 
 
 def entries_of(source: Source, attributes: Attributes, q: Tensor, k: Tensor, one_by_one: bool) -> Entries:
@@ -74,7 +79,7 @@ def _by_difference(source: Source, attributes: Attributes, queries: int, keys: i
         "queries": (table.flip(-1), keys - 1 + MARGIN),
         "keys": (table, queries - 1 + MARGIN),
     }
-    return Entries(by_side, {**others}, sums, lambda: added.add(sums))
+    return Entries(by_side, {**others}, sums, added.add)
 
 
 def _by_distance(source: Source, attributes: Attributes, name: str) -> Entries:
@@ -94,9 +99,8 @@ def _by_distance(source: Source, attributes: Attributes, name: str) -> Entries:
     if source.sums is not None:
         sums = torch.zeros(batch, heads, dtype=torch.float64)
 
-    def collect() -> None:
+    def collect(sums: Tensor) -> None:
         assert source.sums is not None
-        assert sums is not None
         source.sums.index_add_(0, places.flatten(), -sums.flatten().to(source.sums.dtype))
 
     others: dict[str, Tensor | int] = {
@@ -116,14 +120,15 @@ def _by_row(source: Source, attributes: Attributes, q: Tensor, one_by_one: bool)
     entries = source.tensor.detach().float().contiguous().flatten()
 
     sums = None
-    own_sums = source.sums
-    if own_sums is not None:
-        sums = own_sums if own_sums.dtype == torch.float32 else entries.new_zeros(entries.shape)
+    if source.sums is not None:
+        sums = source.sums[base:]
+        if sums.dtype != torch.float32:
+            sums = torch.zeros(sums.shape, dtype=torch.float32)
 
-    def collect() -> None:
-        assert own_sums is not None
-        if sums is not own_sums:
-            own_sums.add_(sums)
+    def collect(sums: Tensor) -> None:
+        assert source.sums is not None
+        if source.sums.dtype != torch.float32:
+            source.sums[base:] += sums
 
     if FORMS[source.form] == "by pair":
         column_of_key, column_of_query = 1, 0
@@ -137,5 +142,4 @@ def _by_row(source: Source, attributes: Attributes, q: Tensor, one_by_one: bool)
         "column_of_key": column_of_key, "column_of_query": column_of_query, "first_column": first,
         "columns": source.shape[3], "bias_shared": int(not (one_by_one and apart)),
     }  # fmt: skip
-    sums_here = None if sums is None else sums[base:]
-    return Entries(dict.fromkeys(("queries", "keys"), (entries[base:], 0)), others, sums_here, collect)
+    return Entries(dict.fromkeys(("queries", "keys"), (entries[base:], 0)), others, sums, collect)
