@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from conformance import magnitudes
 from dilated_attention import BackendError, BlockLayout, Dilated, UnsupportedError, Window, attention, explain
-from dilated_attention.backends import native, reference
+from dilated_attention.backends import cpu, native, reference
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.table import BACKENDS
 from dilated_attention.bias import Alibi, QueryBias, RelativeBias
@@ -255,6 +256,14 @@ def test_random_calls(seed: int):
 @pytest.mark.parametrize("seed", range(1000, 1016))
 def test_random_calls_of_other_dtypes(seed: int, dtype: torch.dtype):
     check(seed, dtype)
+
+
+@pytest.mark.skipif(cpu.PROCESSOR.arm64 or cpu.missing() is not None, reason="of kernels for x86-64")
+@pytest.mark.parametrize("level", [1, 2], ids=["AVX2", "AVX-512"])
+@pytest.mark.parametrize("seed", range(5000, 5008))
+def test_random_calls_of_lower_instruction_sets(seed: int, level: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpu, "PROCESSOR", replace(cpu.PROCESSOR, highest=min(level, cpu.PROCESSOR.highest)))
+    check(seed, (torch.float32, torch.bfloat16, torch.float16)[seed % 3])
 
 
 @pytest.mark.thorough
