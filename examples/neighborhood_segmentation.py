@@ -88,7 +88,7 @@ def save_picture(path: str, pictures: Tensor, classes: Tensor, found: Tensor) ->
     for row, (name, images) in enumerate((("seen", pictures[:, 0]), ("right", classes), ("found", found))):
         limits = {} if row == 0 else {"vmin": 0, "vmax": len(CLASSES) - 1}
         for ax, image in zip(axes[row], images, strict=False):
-            ax.imshow(image, cmap="grey" if row == 0 else "cividis", **limits)
+            ax.imshow(image.numpy(), cmap="grey" if row == 0 else "cividis", **limits)
             ax.set(xticks=[], yticks=[])
         axes[row, 0].set_ylabel(name)
     figure.savefig(path, dpi=120)

@@ -39,6 +39,7 @@ import dilated_attention_lab
 from dilated_attention import (
     BlockLayout,
     Dilated,
+    Neighborhood,
     Window,
     attention,
     attention_weights,
@@ -896,6 +897,97 @@ def _(told, mesh):
     for sample, layout in zip(samples, layouts, strict=True):
         out = attention(*(shard(x, mesh) for x in sample), layout, mesh=mesh)
         same(whole(out, mesh), oracle(*sample, layout))
+
+
+GRID = Neighborhood((4, 4), (3, 3))
+
+
+@remedy("Give a window of at most {} there, or a lower rate")
+def _(told):
+    with told() as caught:
+        Neighborhood((4, 4), (3, 3), rate=(1, 2))
+    narrower = int(of(caught, r"at most (\d+) there"))
+    assert Neighborhood((4, 4), (3, narrower), rate=(1, 2)).window == (3, 2)
+    assert Neighborhood((4, 4), (3, 3), rate=1) == GRID
+
+
+@remedy("some queries would not see themselves; give at most the window")
+def _(told):
+    with told():
+        Neighborhood((4, 4), (3, 3), stride=4)
+    assert (Neighborhood((4, 4), (3, 3), stride=3).coverage(16, 1) == 9).all()
+
+
+@remedy("a product is of dilated segments and a layout; give a sum, Neighborhood(...) + layout")
+def _(told):
+    layout = BlockLayout.local(16, 2, 4)
+    with told():
+        GRID * layout
+    q, k, v = tensors()
+    same(attention(q, k, v, GRID + layout), oracle(q, k, v, GRID + layout))
+
+
+@remedy("Give a Neighborhood of the shape of this sequence")
+def _(told):
+    q, k, v = tensors(20)
+    with told():
+        attention(q, k, v, GRID)
+    pattern = Neighborhood((4, 5), (3, 3))
+    same(attention(q, k, v, pattern), oracle(q, k, v, pattern))
+
+
+@remedy("leave is_causal out and give Neighborhood(..., is_causal=True)")
+def _(told):
+    q, k, v = tensors()
+    with told():
+        attention(q, k, v, GRID, is_causal=True)
+    pattern = Neighborhood((16,), (3,), is_causal=True)
+    same(attention(q, k, v, pattern), oracle(q, k, v, Window(2), is_causal=True))
+
+
+@remedy("give the whole grid, without positions")
+def _(told):
+    q, k, v = tensors()
+    with told():
+        attention(q[:, 8:], k, v, GRID, q_start=8)
+    same(attention(q, k, v, GRID)[:, 8:], oracle(q, k, v, GRID)[:, 8:])
+
+
+@remedy("every sample must be a whole grid: leave lengths out")
+def _(told):
+    q, k, v = tensors()
+    with told():
+        attention(q, k, v, GRID, lengths=[16])
+    same(attention(q, k, v, GRID), oracle(q, k, v, GRID))
+
+
+@remedy("every sample must be a whole grid: give grids as a batch")
+def _(told):
+    q, k, v = tensors(32)
+    with told():
+        attention(q, k, v, GRID, cu_seqlens=[0, 16, 32])
+    grids = [x.view(2, 16, 4, 8) for x in (q, k, v)]
+    same(attention(*grids, GRID), oracle(*grids, GRID))
+
+
+@remedy("give BlockLayout.from_mask of the pairs, with block_size=1")
+def _(told):
+    q, k, v = tensors()
+    bias = torch.randn(1, 4, 16, 16)
+    with told():
+        attention(q, k, v, GRID, bias=bias)
+    seen = attention_weights(q, k, GRID).to_dense()[0, 0] > 0
+    layout = BlockLayout.from_mask(seen, block_size=1)
+    same(attention(q, k, v, layout), oracle(q, k, v, GRID))
+    same(attention(q, k, v, layout, bias=bias, backend="native"), oracle(q, k, v, layout, bias=bias))
+
+
+@remedy("keep each sample on one rank", ON_TWO_RANKS)
+def _(told, mesh):
+    q, k, v = tensors()
+    with told():
+        attention(*(shard(x, mesh) for x in (q, k, v)), GRID, mesh=mesh)
+    same(attention(q, k, v, GRID), oracle(q, k, v, GRID))
 
 
 @remedy("Give layout.prefix({}) if that is meant, or BlockLayout.stack of each sample's layout")

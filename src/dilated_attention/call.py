@@ -542,7 +542,7 @@ def check_placed(pattern: Pattern, options: Options) -> None:
         return
     _refuse(
         "with q_start or k_start",
-        ("a Neighborhood", isinstance(pattern, Neighborhood), "give the whole grid"),
+        ("a Neighborhood", isinstance(pattern, Neighborhood), "give the whole grid, without positions"),
         ("a product", isinstance(pattern, Product), "give a Dilated, a Window, a BlockLayout or a sum of them"),
         ("compat", getattr(pattern, "compat", None) is not None, "leave compat out"),
         ("mesh", options["mesh"] is not None, "leave q_start and k_start out: the shards say where tokens lie"),
@@ -558,17 +558,16 @@ def in_tiles(
     options = {**_DEFAULTS, **options}
     check_placed(pattern, options)
     checks.tensors(q, k, v)
-    pattern.check_length(q.shape[1])
-    pattern.refuse_causal(options["is_causal"])
-    checks.mask(k, options["key_padding_mask"])
-    one_grid = "every sample must be a whole grid"
     _refuse(
         "with a Neighborhood",
-        ("lengths", options["lengths"] is not None, f"{one_grid}; leave it out"),
-        ("cu_seqlens", options["cu_seqlens"] is not None, f"{one_grid}; give a batch"),
+        ("lengths", options["lengths"] is not None, "every sample must be a whole grid: leave lengths out"),
+        ("cu_seqlens", options["cu_seqlens"] is not None, "every sample must be a whole grid: give grids as a batch"),
         ("mesh", options["mesh"] is not None and mesh_size(options["mesh"]) > 1, "keep each sample on one rank"),
         ("bias", options["bias"] is not None, "give BlockLayout.from_mask of the pairs, with block_size=1"),
     )
+    pattern.check_length(q.shape[1])
+    pattern.refuse_causal(options["is_causal"])
+    checks.mask(k, options["key_padding_mask"])
     _sequence_length(q, options["seq_len"], None, options["transport"])
     found = tiled(pattern)
     hidden = options["key_padding_mask"]
@@ -595,6 +594,8 @@ def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
         return Dilated((max(seq_len, 1),), (1,))
     if isinstance(pattern, Product):
         return pattern.dilated
+    if isinstance(pattern, Neighborhood):  # on one device it is a layout by now
+        raise UnsupportedError("a Neighborhood over a mesh is not supported; keep each sample on one rank")
     raise ValueError(
         "pattern must be a Dilated, a Window, a Neighborhood, a BlockLayout, a product or a sum; "
         f"got {type(pattern).__name__}"
