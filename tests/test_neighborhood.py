@@ -168,7 +168,14 @@ def test_equal_masks_are_stored_once():
 
 @pytest.mark.parametrize(
     ("shape", "window", "most"),
-    [((64, 64), 13, 2.2), ((128, 128), 13, 2.2), ((64, 64), 5, 3.5), ((20, 20), 5, 3.5), ((63, 50), 13, 2.4)],
+    [
+        ((64, 64), 13, 2.2),
+        ((32, 32), 13, 2.2),
+        ((128, 128), 13, 2.2),
+        ((64, 64), 5, 3.5),
+        ((20, 20), 5, 3.5),
+        ((63, 50), 13, 2.4),
+    ],
 )
 def test_few_more_pairs_are_computed_than_are_seen(shape, window, most):
     axes = [Axis(length, window, 1, 1, False, True) for length in shape]
