@@ -1146,6 +1146,6 @@ def test_refusals():
 
     assert why() is None
     assert "float64" in why(dtype=torch.float64)
-    assert "head_dim" in why(head_dim=257)
+    assert "head_dim" in why(head_dim=577)
     assert "meta" in why(device="meta")
     assert "tokens" in why(seq_len=2**31)

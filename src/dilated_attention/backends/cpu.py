@@ -279,7 +279,7 @@ def backward(
 # ---- launches
 
 MAX_HEAD_DIM = 576
-"""The width of the keys of latent attention (DeepSeek's), whose 16 or more query heads share one KV head."""
+"""The width of the keys of latent attention (DeepSeek's), where all query heads share one KV head."""
 
 MAX_OWN = 256
 """The most rows per tile. Half as many cost 3 to 5 % more, and a multiple would not fit the second-level cache. With
@@ -297,8 +297,8 @@ ROOM = 2**18
 """The bytes that a job of such a launch holds."""
 
 MOST_BY_BLOCK, LEAST_BLOCK, LEAST_LISTING = 8, 16, 48
-"""The most rows per tile, the fewest keys per block, and the fewest rows of a job expected to name one block in
-their lists, where kernels/cpu/by_block.h runs a forward."""
+"""Limits within which kernels/cpu/by_block.h runs a forward: the most rows per tile, the fewest keys per block, and the
+fewest rows of one job that are expected to see the same block."""
 
 MORE_BY_BLOCK = 6
 """A job of such a forward has this many times as many tiles as one of `few` rows: a third of that costs 0.14 more."""
@@ -368,7 +368,7 @@ def _sharing(heads: int, plan: Plan, layouts: Layouts) -> int:
 
 def _fill_lanes(layouts: Layouts, joined: int, together: int) -> bool:
     """Return whether `together` tiles, with `joined` heads side by side, are expected to have enough rows that see the
-    same block to fill the lanes that one tile leaves empty: kernels/cpu/by_block.h gathers the block once for them."""
+    same block to fill the lanes: kernels/cpu/by_block.h then gathers the block once for all of them."""
     for layout in layouts.values():
         if layout.kinds is not None:
             return False

@@ -28,8 +28,8 @@ class Launch:
         weights: the score entries of each job, roughly.
         few: whether the tiles are small enough for kernels/cpu/few.h. That kernel must not get owned jobs.
         rows: the most rows that a thread holds at once: those of a tile, or for kernels/cpu/few.h those of a job.
-        joined: how many query heads of each token lie side by side in a tile of queries: all of a KV head, which share
-            a list, or 1.
+        joined: how many query heads of each token lie side by side in tiles of queries: all of a KV head, if they share
+            their lists, or 1.
         by_block: whether kernels/cpu/by_block.h runs the tiles. `rows` are then those of a job, too.
     """
 

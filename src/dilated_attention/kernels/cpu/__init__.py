@@ -4,6 +4,7 @@ call.h        the arguments of a call: tensors, and a table of tiles
 forward.h, backward.h
               the kernels: loops over the rows that a tile sees
 few.h         the kernels for tiles of few rows
+by_block.h    the forward for tiles of few rows that list whole blocks
 tiles.h       reads the table, and streams the rows that a tile sees
 online.h      attend, attend_dq and attend_dkdv: one step with some rows of a tile and a chunk of streamed rows
 rows.h        copies rows from the tensors to the order that products read, and back

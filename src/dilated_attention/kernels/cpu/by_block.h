@@ -1,6 +1,6 @@
 // The forward of tiles of few rows whose lists name whole blocks: few.h would multiply row by row, and forward.h leave most
-// lanes empty. So here a job has many tiles, goes block by block, and the rows that see the block fill the
-// lanes. What a row has summed lies in a row, to which each block adds.
+// lanes empty. So here a job has many tiles and takes one block after another: the rows that see the block fill the
+// lanes. The sums of a row lie in a row, to which each block adds.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -68,7 +68,7 @@ class ForwardByBlock {
     return {begin, std::lower_bound(begin, end, (stop + call.size - 1) / call.size), 0, 0};
   }
 
-  // The tiles of these lines, for the query heads of their key-value head that begin with number g.
+  // The tiles of these lines, for `joined` query heads of their key-value head, the first of them g.
   void compute(int64_t first_line, int64_t last_line, int64_t b, int64_t g, float *memory) const {
     Parts parts(memory);
     const Tile &any = tile_of(call, first_line);
@@ -221,7 +221,8 @@ class ForwardByBlock {
     const Words words{call.query_words != nullptr, words_a, words_b, words_k, int32_t(call.threshold),
                       float(call.keep_scale)};
     if (words.any)
-      for (int i = 0; i < count; i++) read_query_words(call, b, n + row[i] % call.joined, token + i, 1, words_a + i, words_b + i);
+      for (int i = 0; i < count; i++)
+        read_query_words(call, b, n + row[i] % call.joined, token + i, 1, words_a + i, words_b + i);
     shape.gather_lanes(Q, q_at, count, q);
     for (int64_t i = 0; i < LANES * shape.columns; i += WIDTH) store(acc + i, zeros());
 

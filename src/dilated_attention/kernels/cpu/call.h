@@ -52,7 +52,7 @@ struct Call {
   int64_t row_bytes, kwn, kwh, threshold;
   int64_t add_dq, add_dkdv;  // whether launches add up, in float32; else one launch writes, in the dtype of q
   int64_t few;               // whether tiles have few rows (few.h); `own` is then the most rows of a job
-  int64_t joined;            // query heads of a token that a tile of queries holds side by side: G if they share a list, or 1
+  int64_t joined;            // query heads that lie side by side in tiles of queries: G if they share their lists, or 1
   int64_t by_block;          // whether by_block.h runs the forward; `own` is then the most rows of a job
   int64_t threads;
   int64_t bias_kind, bias_batch, bias_head, bias_row, bias_at;  // strides of entries; see bias.h

@@ -386,7 +386,7 @@ void for_each_chunk(const Inputs<Element> &inputs, const Kept &kept, float *memo
 }
 
 // Rows of `joined` heads, side by side: row i belongs to tokens[i] and head i % joined; heads lie `head` elements apart.
-// Writes where each row lies in what it returns.
+// Returns rows of which number at[i] is row i.
 template <class Element>
 Rows<Element> side_by_side(Rows<Element> x, int64_t head, int64_t joined, const int64_t *tokens, int64_t count,
                            int64_t *at) {
