@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import processes
-from dilated_attention.integrations.context_parallel import ContextParallel
+from dilated_attention import UnsupportedError
+from dilated_attention.integrations.context_parallel import ContextParallel, _require_own_masks
 from dilated_attention.integrations.huggingface import NAME
 from tolerances import relative_error
 from transformers_families import build
@@ -110,6 +112,35 @@ def test_trainer(tmp_path):
     assert files[0] == files[1]
 
 
+def refused(folder: str) -> None:
+    """Give trainers what they refuse."""
+    from accelerate import ParallelismConfig
+
+    warnings.simplefilter("ignore")
+    _environment()
+    kind = type("Long", (ContextParallel, Trainer), {})
+    options = {"report_to": [], "use_cpu": True}
+    cases = {
+        "set the model's own loss": {"label_smoothing_factor": 0.1},
+        "average_tokens_across_devices must be True": {"average_tokens_across_devices": False},
+    }
+    for words, changes in cases.items():
+        with pytest.raises(ValueError, match=words):
+            kind(build("mistral", NAME), TrainingArguments(folder, **options, **changes), context_size=2)
+    for size in (3, 4):
+        with pytest.raises(ValueError, match=rf"context_size={size} does not divide the 2 ranks; start it by torchrun"):
+            kind(build("mistral", NAME), TrainingArguments(folder, **options), context_size=size)
+    config = ParallelismConfig(cp_size=2)
+    with pytest.raises(UnsupportedError, match=r"ParallelismConfig\(cp_size=2\): .*give the trainer context_size=2"):
+        _require_own_masks(SimpleNamespace(parallelism_config=config, distributed_type="MULTI_CPU"))
+    with pytest.raises(UnsupportedError, match="Trainer with DeepSpeed over a mesh is not supported"):
+        _require_own_masks(SimpleNamespace(parallelism_config=None, distributed_type="DEEPSPEED"))
+
+
+def test_refusals(tmp_path):
+    processes.run(2, refused, str(tmp_path))
+
+
 def tuned(folder: str, sizes: dict[str, int], context_size: int | None, more: dict[str, Any]) -> dict[str, Any]:
     """Train by TRL, whose loss is made of per-token losses that it sums itself."""
     import trl
@@ -159,4 +190,4 @@ def test_sft_trainer(more, tmp_path):
         pytest.importorskip(name)
     (alone,) = processes.run(1, tuned, str(tmp_path / "alone"), ALONE, None, more)
     together = processes.run(4, tuned, str(tmp_path / "together"), IN_GROUPS, 2, more)
-    _compare(alone, together, ["losses", "norms"])
+    _compare(alone, together, ["losses", "norms", "eval_loss"])

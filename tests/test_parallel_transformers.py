@@ -32,7 +32,7 @@ from transformers import (
 )
 
 import processes
-from dilated_attention import Dilated, UnsupportedError, Window, attention
+from dilated_attention import BlockLayout, Dilated, UnsupportedError, Window, attention
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.integrations import over_ranks
 from dilated_attention.integrations.generation_over_ranks import _read
@@ -40,13 +40,16 @@ from dilated_attention.integrations.huggingface import (
     NAME,
     dilate,
     exchange_plan,
+    extend_positions,
     generate_over_ranks,
     report,
     shard_batch,
+    sparsify,
 )
 from dilated_attention.integrations.over_ranks import ranks_of
+from dilated_attention.integrations.own_attention import Shown
+from dilated_attention.parallel import cp_mean, set_context_parallel, shard_sequence, unshard_sequence
 from dilated_attention.parallel import exchange_plan as plan_of_call
-from dilated_attention.parallel import set_context_parallel, shard_sequence, unshard_sequence
 from dilated_attention.parallel.comm import link_of
 from tolerances import relative_error
 from transformers_families import FAMILIES, build
@@ -57,7 +60,7 @@ EXACT = 1e-5
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 97}
 REFUSED = {
     "minimax": "config.layer_types has linear_attention",
-    "recurrent_gemma": "conv_1d .Conv1d. looks along the sequence",
+    "recurrent_gemma": "conv_1d .Conv1d. looks along the sequence|layer_types has linear_attention",
     "zaya": "config.layer_types has hybrid",
 }
 """Families whose other layers look along the sequence, and words of the error."""
@@ -616,3 +619,97 @@ def test_generation():
     for family in first.keys() - {"rows"}:
         assert first[family] == second[family] == third[family]
     assert (first["rows"], second["rows"], third["rows"]) == ([0, 14], [0, 14], [7, 15])
+
+
+class OwnLoss(LlamaForCausalLM):
+    """A model that computes its loss in its forward."""
+
+    def forward(self, *arguments: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None, **given: Any):
+        out = super().forward(*arguments, **given)
+        if labels is not None:
+            out.loss = nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+        return out
+
+
+def blocks_of_tokens() -> None:
+    mesh = mesh_of_all()
+    model = build("gemma3", NAME)
+    set_context_parallel(model, mesh)
+    own = shard_batch({"input_ids": batch_of("plain")["input_ids"]}, mesh)
+    with torch.no_grad():
+        model(**own)
+        forward = over_ranks.Forward(model, ranks_of(model), TOKENS, 0, 22)
+        shown = Shown(True, blocks=torch.zeros(1, 22, dtype=torch.long), queries=22, keys=22, ranks=forward)
+        q = torch.randn(1, 22, 4, 8)
+        with pytest.raises(ValueError, match=r"a block of tokens that see one another .* leave the mesh out"):
+            forward.attend(shown, q, q, q, model.model.layers[0].self_attn)
+
+
+def test_blocks_of_tokens():
+    processes.run(2, blocks_of_tokens)
+
+
+def advice() -> None:
+    """Do what the errors tell, each after the call that they refuse."""
+    mesh = mesh_of_all()
+    options = {"attn_implementation": NAME}
+    tokens = batch_of("plain")["input_ids"]
+
+    model = OwnLoss._from_config(LlamaConfig(**SMALL), **options)
+    set_context_parallel(model, mesh)
+    own = shard_batch(batch_of("plain"), mesh)
+    with pytest.raises(UnsupportedError, match="leave labels out, and give cp_mean the sum of the losses"):
+        model(**own)
+    targets = own["shift_labels"].flatten()
+    logits = model(input_ids=own["input_ids"], position_ids=own["position_ids"]).logits.flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, targets, reduction="sum")
+    mean = cp_mean(total, (targets != -100).sum(), mesh)
+    set_context_parallel(model, None)
+    whole = model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
+    assert relative_error(mean, nn.functional.cross_entropy(whole, tokens[:, 1:].flatten())) <= EXACT
+
+    model = LlamaForCausalLM._from_config(LlamaConfig(**SMALL), **options).eval()
+    expected = model(input_ids=tokens).logits
+    with pytest.raises(UnsupportedError, match=r"shift_labels: .*call set_context_parallel"):
+        model(**shard_batch(batch_of("plain"), mesh))
+    sparsify(model, BlockLayout.local)
+    with pytest.raises(UnsupportedError, match=r"call sparsify\(model, None\)"):
+        set_context_parallel(model, mesh)
+    sparsify(model, None)
+    set_context_parallel(model, mesh)
+    own = shard_batch({"input_ids": tokens}, mesh)
+    for given, words in {
+        "use_cache": "call the model on whole sequences with use_cache=False",
+        "input_features": "sound is not sharded; embed it before, and give inputs_embeds",
+        "output_router_logits": "leave it out",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            model(**own, **{given: True})
+    own["inputs_embeds"] = model.get_input_embeddings()(own.pop("input_ids"))
+    found = unshard_sequence(model(**own, use_cache=False).logits, mesh, seq_len=TOKENS)
+    assert relative_error(found, expected) <= EXACT
+    for layer in model.model.layers:  # as Accelerate's hooks do
+        layer.self_attn.register_forward_pre_hook(_without_mask, with_kwargs=True)
+    with pytest.raises(UnsupportedError, match="its mask was not made in the model's forward"):
+        model(**own)
+    short = GPT2LMHeadModel._from_config(
+        GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=97, n_positions=32), **options
+    )
+    set_context_parallel(short, mesh)
+    with pytest.raises(ValueError, match="lengthen the table with extend_positions"):
+        short(**shard_batch(batch_of("plain"), mesh))
+    set_context_parallel(short, None)
+    assert compared(extend_positions(short.eval(), 64), "plain", mesh) <= EXACT
+
+    model = dilate(LlamaForCausalLM(LlamaConfig(**SMALL)).eval(), [8, 32], [1, 2])
+    set_context_parallel(model, mesh)
+    with pytest.raises(UnsupportedError, match="generation of a dilated model over a mesh is not supported"):
+        generate_over_ranks(model, tokens, 2)
+
+
+def _without_mask(layer: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+    return args, {**given, "attention_mask": None, "is_causal": True}
+
+
+def test_advice():
+    processes.run(2, advice)

@@ -244,6 +244,64 @@ FOLLOWED_ELSEWHERE = {
         "test_own_attention_arguments.py::test_packed_samples_as_flash_attention_takes_them",
     "give position_ids alone, which restart with each sample":
         "test_own_attention_arguments.py::test_a_block_diagonal_mask_over_pairs",
+    "leave them out, or set the model's own loss":
+        "test_parallel_trainers.py::test_refusals",
+    "does not divide the {} ranks; start it by torchrun":
+        "test_parallel_trainers.py::test_refusals",
+    "things beside its loss; give prediction_loss_only=True":
+        "test_parallel_trainers.py::test_trainer",
+    "leave it at 1, and give the trainer context_size={}":
+        "test_parallel_trainers.py::test_refusals",
+    "generation of a dilated model over a mesh is not supported; leave the mesh out":
+        "test_parallel_transformers.py::test_advice",
+    "the model has no mesh: call set_context_parallel(model, mesh) first":
+        "test_parallel_transformers.py::test_generation",
+    "the model is in training mode: call model.eval() first":
+        "test_parallel_transformers.py::test_generation",
+    "they say that the batch is a shard of a sequence: call set_context_parallel(model, mesh)":
+        "test_parallel_transformers.py::test_advice",
+    "call the model that set_context_parallel got":
+        "test_parallel_transformers.py::test_refusals",
+    "does not call this library: load it with attn_implementation":
+        "test_parallel_transformers.py::test_refusals",
+    "choose a model in which attention alone does":
+        "test_parallel_transformers.py::test_refusals",
+    "use a model that returns states or logits of each token":
+        "test_parallel_transformers.py::test_other_models",
+    "its weights are on the meta device: load them first":
+        "test_parallel_transformers.py::test_refusals",
+    "sparsify chose blocks of its prompts: call sparsify(model, None)":
+        "test_parallel_transformers.py::test_advice",
+    "call the model on whole sequences with use_cache=False":
+        "test_parallel_transformers.py::test_advice",
+    "embed them before, and give inputs_embeds":
+        "test_parallel_transformers.py::test_other_models",
+    "embed it before, and give inputs_embeds":
+        "test_parallel_transformers.py::test_advice",
+    "the balance loss of experts is a mean over all tokens; leave it out":
+        "test_parallel_transformers.py::test_advice",
+    "{} is not supported: leave the mesh out":
+        "test_parallel_transformers.py::test_blocks_of_tokens",
+    "leave labels out, and give cp_mean the sum of the losses and their number":
+        "test_parallel_transformers.py::test_advice",
+    "a dilated pattern counts the tokens that it keeps: pad on the right":
+        "test_parallel_transformers.py::test_training",
+    "packed samples in a dilated model; pad them, give attention_mask":
+        "test_parallel_transformers.py::test_training",
+    "give input_ids or inputs_embeds, (batch, shard, ...)":
+        "test_parallel_transformers.py::test_refusals",
+    "which tell a shard from a whole text: use shard_batch(batch, mesh)":
+        "test_parallel_transformers.py::test_refusals",
+    "the label of the last token is on the next rank; use shard_batch":
+        "test_parallel_transformers.py::test_refusals",
+    "lengthen the table with extend_positions(model, length)":
+        "test_parallel_transformers.py::test_advice",
+    "is shorter than the {} ranks of the mesh; pad it":
+        "test_parallel_transformers.py::test_batches",
+    "give a mask over tokens, or position_ids that restart with each packed sample":
+        "test_parallel_transformers.py::test_batches",
+    "position_ids do not restart where cu_seq_lens_q begins a sample: give one of them alone":
+        "test_parallel_transformers.py::test_batches",
     "pip install ./lab": "test_package.py::test_the_library_says_where_its_commands_are",
     "--resume continues": "test_cli.py::test_control_c_in_a_terminal",
     "choose refused its heads on rank {}": "test_parallel_choice.py::test_what_is_refused_is_refused_on_every_rank",
@@ -261,6 +319,7 @@ NOT_FOLLOWED = {
     "run `dilated-attention bench cpu --share` on such a machine": "needs an arm64 processor",
     "install g++ or clang++": "installs a compiler",
     "ask its owner": "needs another user",
+    "use FSDP, or DeepSpeed's engine with shard_batch": "needs DeepSpeed, which the tests run on its own",
     "the compiled kernels {}; run {}": "compiles for a minute; conftest.py does it",
     "run one rank of": "describes a command",
     "train a byte-level language model": "describes a command",
@@ -1503,16 +1562,6 @@ def _(told, mesh):
     with told():
         model(shard(tokens, mesh), positions=torch.arange(16)[slice(*parallel.sequence_range(16, mesh))])
     same(whole(model(shard(tokens, mesh)), mesh), expected)
-
-
-@remedy("it is not supported over a mesh. Use LongNetLM or modules of dilated_attention.nn")
-def _(told, llama, one_rank):
-    with told():
-        parallel.set_context_parallel(_dilated(llama), one_rank)
-    model, tokens = language_model(), torch.randint(20, (2, 16))
-    expected = model(tokens)
-    parallel.set_context_parallel(model, one_rank)
-    same(model(tokens), expected)
 
 
 # ---- models and checkpoints

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention import UnsupportedError
-from dilated_attention.integrations.over_ranks import made_global_loss
+from dilated_attention.integrations.over_ranks import ranks_of
 from dilated_attention.integrations.sharded_batches import shard_batch, shifts_labels
-from dilated_attention.parallel import set_context_parallel, unshard_sequence
+from dilated_attention.parallel import cp_mean, set_context_parallel, unshard_sequence
 from dilated_attention.plumbing import checks
 
 
@@ -96,17 +96,27 @@ class ContextParallel:
         unwrapped = trainer.accelerator.unwrap_model(model)
         shard = shard_batch(inputs, self.context_mesh, shift=shifts_labels(unwrapped))
         shard.pop("num_items_in_batch", None)  # of this batch alone; the trainer's is of all that it accumulates
+        over = ranks_of(unwrapped)
+        assert over is not None
+        over.left_sums = False
         found = super().compute_loss(  # type: ignore[misc]
             model, shard, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
         loss = found[0] if return_outputs else found
-        if not made_global_loss(unwrapped):  # TRL's own loss: the sum of this rank's tokens, over the number of all
+        if over.left_sums:  # TRL's loss is the sum over this rank's tokens, divided by the number of all
             if not unwrapped.training:
-                dist.all_reduce(loss, group=self.context_mesh.get_group())
-                loss = loss / self.context_mesh.size()
+                loss = self._mean(loss, shard, num_items_in_batch)
         elif num_items_in_batch is not None and trainer.model_accepts_loss_kwargs:
             loss = loss / self.context_mesh.size()  # `Trainer` multiplies it by the number of all ranks
         return (loss, found[1]) if return_outputs else loss
+
+    def _mean(self, loss: Tensor, shard: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        """Return the mean loss of a group's tokens. loss: the sum of this rank's tokens over the number of all, times
+        the number of ranks; or, without `num_items_in_batch`, their mean."""
+        if num_items_in_batch is not None:
+            return cp_mean(loss, 1, self.context_mesh)
+        count = (shard["shift_labels"] != -100).sum()
+        return cp_mean(loss * count, count, self.context_mesh)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if "labels" not in inputs:

@@ -661,6 +661,11 @@ def attention_forward(
     """
     own = _is_own(getattr(module.config, NAME, None), attention_mask)
     if over_ranks.layer_name(module) is not None:
+        if getattr(attention_mask, "ranks", None) is None:
+            raise UnsupportedError(
+                f"{type(module).__name__} runs over a mesh and its mask was not made in the model's forward: call the "
+                "model that set_context_parallel got"
+            )
         kwargs.pop("shift_labels", None)  # the loss has read them
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -672,7 +677,7 @@ def attention_forward(
             given["bias"] = bias
         return _attend_own(module, q, k, v, attention_mask, is_causal, kwargs, given), None
     shown = _shown_of(module, q, k, attention_mask, is_causal, kwargs)
-    ranks = _ranks_of(module, shown)
+    ranks = shown.ranks
     pattern, backend = pattern_of(module.config)
     _require_all_heads(module, q.shape[2], pattern)
     if ranks is not None:
@@ -732,7 +737,7 @@ def _attend_own(
     seen = with_compressed(module, mask, k)
     if not isinstance(seen, Chosen):
         shown = _shown_of(module, q, k, seen, is_causal, arguments)
-        ranks = _ranks_of(module, shown)
+        ranks = shown.ranks
         if ranks is not None:
             _REPORTED[module] = f"{shown.words}, over a mesh"
             return ranks.attend(shown, q, k, v, module, arguments, **given)
@@ -753,16 +758,6 @@ def _attend_own(
         biased = "position_bias" if "bias" in given else ""
         _REPORTED[module] = ", ".join(filter(None, (seen.words, cap, biased, how)))
     return out
-
-
-def _ranks_of(module: nn.Module, shown: Shown) -> over_ranks.Forward | None:
-    """Return the forward over ranks that computes a layer; None on one device."""
-    if shown.ranks is None and over_ranks.layer_name(module) is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} runs over a mesh and its mask was not made in the model's forward: call the "
-            "model that set_context_parallel got"
-        )
-    return shown.ranks
 
 
 def _refuse_arguments(module: nn.Module, own: bool, arguments: dict[str, Any]) -> None:

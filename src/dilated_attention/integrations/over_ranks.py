@@ -84,7 +84,7 @@ class OverRanks:
         seq_len: the global length that every batch must have; None: any.
         finds_packed: whether the model makes masks of packed samples from position_ids that restart.
         is_dilated: whether some layer has a dilated pattern.
-        made_loss: whether the last forward computed the mean loss of all ranks.
+        left_sums: whether a forward returned the losses of this rank's tokens, for the caller to add up.
         kept: where a forward leaves the keys of this rank that later tokens see, by layer; None: nowhere.
     """
 
@@ -93,7 +93,7 @@ class OverRanks:
     seq_len: int | None
     finds_packed: bool
     is_dilated: bool
-    made_loss: bool = False
+    left_sums: bool = False
     kept: dict[nn.Module, Keys] | None = None
 
     @property
@@ -281,12 +281,6 @@ def ranks_of(model: nn.Module) -> OverRanks | None:
     return None
 
 
-def made_global_loss(model: nn.Module) -> bool:
-    """Return whether the loss of a model's last forward was the mean of all ranks' tokens."""
-    over = ranks_of(model)
-    return over is not None and over.made_loss
-
-
 def _hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     if hook not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -313,9 +307,9 @@ def _leave(model: nn.Module, args: Any, given: Any, output: Any) -> None:
     if not isinstance(forward, Forward) or forward.model is not model:
         return
     ACTIVE.set(None)
-    forward.over.made_loss = forward.made_loss
-    is_sum = bool(given.get("fused_lm_head"))  # TRL's, which returns what each token's loss is
-    if output is not None and forward.wants_loss and not (forward.made_loss or is_sum):
+    if given.get("fused_lm_head"):  # of TRL
+        forward.over.left_sums = True
+    elif output is not None and forward.wants_loss and not forward.made_loss:
         raise UnsupportedError(
             f"{type(model).__name__} computes its loss itself, over this rank's shard alone: leave labels out, and "
             "give cp_mean the sum of the losses and their number"
