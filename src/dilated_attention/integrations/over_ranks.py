@@ -322,83 +322,121 @@ def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Fo
     Every rank raises a ValueError if the arguments of one rank are refused, differ, or make no sequence.
     """
     given = dict(given)
-    name = type(model).__name__
     link = over.link
     problem, inputs = _checked(model, over, given)
-    device = torch.device("cpu") if inputs is None else inputs.device
     mask = given.get("attention_mask")
     positions = given.get("position_ids")
-    batch = 0 if inputs is None else inputs.shape[0]
     wants_loss = given.get("labels") is not None or given.get("shift_labels") is not None
     text = {
-        "function": name,
-        "batch": batch,
+        "function": type(model).__name__,
+        "batch": None if inputs is None else inputs.shape[0],
         "attention_mask": mask is not None,
         "labels": wants_loss,
         "num_items_in_batch": given.get("num_items_in_batch") is not None,
         "training": model.training,
     }
-    link.place = f"{name}.forward"
+    link.place = f"{type(model).__name__}.forward"
+    device = torch.device("cpu") if inputs is None else inputs.device
     link.compare("\n".join([f"{key}={value}" for key, value in text.items()]), problem, device)
     assert inputs is not None
     assert positions is not None
 
-    shard = inputs.shape[1]
     hidden = None if mask is None else ~mask.bool()
-    counted = _counted(positions, batch)
-    facts = torch.zeros(1, 4 + 2 * batch, dtype=torch.int64, device=device)
-    facts[0, 0] = shard
-    if hidden is not None:
-        facts[0, 1] = hidden.any()
-    if counted is not None and shard:
-        facts[0, 2] = (counted.diff(dim=1) != 1).any()
-        facts[0, 4 : 4 + batch] = counted[:, 0]
-        facts[0, 4 + batch :] = counted[:, -1]
-    if positions.numel():
-        facts[0, 3] = positions.max()
-    link.enter(f"{name}.forward")
-    facts = link.whole(facts, range(link.size + 1), "while gathering the lengths of shards").cpu()
-
-    total = int(facts[:, 0].sum())
-    bounds = balanced_bounds(total, link.size)
-    if facts[:, 0].tolist() != [stop - start for start, stop in pairwise(bounds)]:
-        raise ValueError(
-            f"{name} over a mesh: the ranks hold {facts[:, 0].tolist()} tokens, which are not the shards of {total}; "
-            "cut the batch by shard_batch(batch, mesh)"
-        )
-    if over.seq_len not in (None, total):
-        raise ValueError(f"{name} over a mesh: {total} tokens, and set_context_parallel got seq_len={over.seq_len}")
-    if total < link.size:
-        raise ValueError(f"{name} over a mesh: {total} tokens are fewer than the {link.size} ranks")
-    start, stop = bounds[link.rank], bounds[link.rank + 1]
-    forward = Forward(model, over, total, start, stop, wants_loss=wants_loss)
-    forward.last_position = int(facts[:, 3].max())
-    _require_table(model, forward.last_position)
-
-    if facts[:, 1].any():
+    counted = _counted(positions, inputs.shape[0])
+    facts = _Facts.gathered(link, inputs.shape[1], hidden, positions, counted)
+    bounds = _bounds(model, over, facts.shards)
+    forward = Forward(model, over, bounds[-1], bounds[link.rank], bounds[link.rank + 1], wants_loss=wants_loss)
+    forward.last_position = facts.last_position
+    _require_table(model, facts.last_position)
+    if facts.is_padded:
         assert hidden is not None
         forward.hidden = link.whole(hidden.T.contiguous(), bounds, "while gathering attention_mask").T
-        if over.is_dilated and not forward.ends_with_padding:
-            raise ValueError(
-                f"{name} over a mesh: attention_mask hides tokens before others, and a dilated pattern counts the "
-                "tokens that it keeps: pad on the right"
-            )
-    first, last = facts[:, 4 : 4 + batch], facts[:, 4 + batch :]
-    restarts = facts[:, 2].any() or (first[1:] != last[:-1] + 1).any()
-    if counted is not None and mask is None and over.finds_packed and restarts:
-        if over.is_dilated:
-            raise ValueError(f"{name} over a mesh: packed samples in a dilated model; pad them, give attention_mask")
+    if counted is not None and mask is None and over.finds_packed and facts.restarts:
         places = link.whole(counted.T.contiguous(), bounds, "while gathering position_ids").T.cpu()
         forward.places = places
-        forward.samples = []
-        for row in places:
-            begins = ((row.diff() != 1).nonzero()[:, 0] + 1).tolist()
-            forward.samples.append([0, *begins, total])
+        forward.samples = [[0, *_restarts(row), forward.seq_len] for row in places]
+    if over.is_dilated:
+        _require_dilatable(forward)
+
     if given.get("labels") is None and wants_loss:
         given["labels"] = given["shift_labels"]  # models compute a loss only if they have labels
     if accepts(model, "use_cache"):
         given["use_cache"] = False
     return forward, given
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Hold what the ranks tell one another before each forward.
+
+    Attributes:
+        shards: the number of tokens of each rank.
+        last_position: the greatest of all position_ids.
+        is_padded: whether `attention_mask` hides a token of some rank.
+        restarts: whether positions do not count on by 1, in a shard or from one to the next.
+    """
+
+    shards: list[int]
+    last_position: int
+    is_padded: bool
+    restarts: bool
+
+    @classmethod
+    def gathered(
+        cls, link: Link, shard: int, hidden: Tensor | None, positions: Tensor, counted: Tensor | None
+    ) -> _Facts:
+        """Return the facts of all ranks. shard: the tokens of this rank; the other arguments are its own, too."""
+        batch = 0 if counted is None else counted.shape[0]
+        own = torch.zeros(1, 4 + 2 * batch, dtype=torch.int64, device=positions.device)
+        own[0, 0] = shard
+        if positions.numel():
+            own[0, 1] = positions.max()
+        if hidden is not None:
+            own[0, 2] = hidden.any()
+        if counted is not None and shard:
+            own[0, 3] = (counted.diff(dim=1) != 1).any()
+            own[0, 4 : 4 + batch] = counted[:, 0]
+            own[0, 4 + batch :] = counted[:, -1]
+        link.enter(link.place)
+        every = link.whole(own, range(link.size + 1), "while gathering the lengths of shards").cpu()
+        first = every[1:, 4 : 4 + batch]
+        last = every[:-1, 4 + batch :]
+        restarts = bool(every[:, 3].any()) or bool((first != last + 1).any())
+        return cls(every[:, 0].tolist(), int(every[:, 1].max()), bool(every[:, 2].any()), restarts)
+
+
+def _bounds(model: nn.Module, over: OverRanks, shards: list[int]) -> tuple[int, ...]:
+    """Return the edges of the ranks' shards. Raises ValueError unless they are those of `sequence_range`."""
+    name = type(model).__name__
+    total = sum(shards)
+    bounds = balanced_bounds(total, len(shards))
+    if shards != [stop - start for start, stop in pairwise(bounds)]:
+        raise ValueError(
+            f"{name} over a mesh: the ranks hold {shards} tokens, which are not the shards of {total}; cut the batch "
+            "by shard_batch(batch, mesh)"
+        )
+    if over.seq_len not in (None, total):
+        raise ValueError(f"{name} over a mesh: {total} tokens, and set_context_parallel got seq_len={over.seq_len}")
+    if total < len(shards):
+        raise ValueError(f"{name} over a mesh: {total} tokens are fewer than the {len(shards)} ranks")
+    return bounds
+
+
+def _restarts(places: Tensor) -> list[int]:
+    """Return where the positions of a row, `(seq,)`, do not count on by 1."""
+    return ((places.diff() != 1).nonzero()[:, 0] + 1).tolist()
+
+
+def _require_dilatable(forward: Forward) -> None:
+    """Raise ValueError for batches that a dilated pattern over ranks does not take."""
+    name = type(forward.model).__name__
+    if forward.samples is not None:
+        raise ValueError(f"{name} over a mesh: packed samples in a dilated model; pad them, give attention_mask")
+    if not forward.ends_with_padding:
+        raise ValueError(
+            f"{name} over a mesh: attention_mask hides tokens before others, and a dilated pattern counts the tokens "
+            "that it keeps: pad on the right"
+        )
 
 
 def _checked(model: nn.Module, over: OverRanks, given: Mapping[str, Any]) -> tuple[str | None, Tensor | None]:
