@@ -90,5 +90,6 @@ def test_models_that_pass_no_bias_are_refused_by_name():
         config = getattr(transformers, f"{name}Config")(**small, vocab_size=97)
         kind = f"{name}ForCausalLM" if name != "LongT5" else "LongT5ForConditionalGeneration"
         config._attn_implementation = "dilated_attention"
-        with pytest.raises(ValueError, match=r"interface|does not support"):
+        # Falcon of transformers 5.24 looks the name up in a table of its own.
+        with pytest.raises((ValueError, KeyError), match=r"interface|does not support|dilated_attention"):
             getattr(transformers, kind)(config)(torch.randint(2, 97, (1, 8)))
