@@ -140,7 +140,7 @@ def shape_of(variant: Variant) -> Shape:
     """The tiles that a variant is compiled with."""
     architecture, call = ARCHITECTURES[variant.target], CALLS[variant.call]
     masked = not call.keys().isdisjoint(("bits", "words", "HIDDEN", "softcap"))
-    kind = {"has_lists": "lists" in call, "banded": "CAUSAL" in call}
+    kind = {"has_lists": "lists" in call, "banded": "CAUSAL" in call, "has_bits": "bits" in call}
     shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, masked, **kind)
     return shape.cut(call.get("own", shape.own), shape.loop)
 

@@ -49,7 +49,7 @@ REPORTS = Path(__file__).parents[1] / "results/aot"
 EVERY_KERNEL = [
     Variant(target, kernel, head_dim, "bf16", call)
     for target, head_dim, calls in [
-        ("sm_90", 128, ("even", "union", "causal", "causal blocks", "window", "softcap")),
+        ("sm_90", 128, ("even", "union", "causal", "causal blocks", "masks of bits", "window", "softcap")),
         ("sm_90", 64, ("causal",)),
         ("sm_80", 128, ("causal",)),
         ("sm_100", 128, ("causal",)),

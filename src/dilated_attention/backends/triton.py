@@ -438,11 +438,19 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
         return _Launches(plan, ())
 
     blocks = None
+    has_bits = False
     if layouts is not None:
-        masked |= any(x.kinds is not None for x in layouts.values())
+        has_bits = any(x.kinds is not None for x in layouts.values())
+        masked |= has_bits
         blocks = tuple((n, *x.block_size, x.is_causal, x.kinds is None) for n, x in layouts.items())
     shape = ARCHITECTURES[architecture(q.device)].shape(
-        kernel, q.element_size(), q.shape[-1], masked, has_lists=layouts is not None, banded=plan.banded
+        kernel,
+        q.element_size(),
+        q.shape[-1],
+        masked,
+        has_lists=layouts is not None,
+        banded=plan.banded,
+        has_bits=has_bits,
     )
 
     def make() -> _Launches:

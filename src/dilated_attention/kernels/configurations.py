@@ -67,10 +67,12 @@ class Architecture:
     Attributes:
         special: the shapes that replace those of `shapes` in some calls, by (the call has a block layout, the call is
             causal or has a window).
+        bits: the shapes that replace both in calls whose layout has masks of bits, which spill with the others.
     """
 
     shapes: Shapes
     special: dict[tuple[bool, bool], Shapes] = field(default_factory=dict)
+    bits: Shapes = field(default_factory=dict)
 
     def shapes_of(self, kernel: Kernel, element_size: int, *, has_lists: bool, banded: bool) -> Shapes:
         """Return the dictionary that holds a kernel's shapes; `has_lists`, `banded`: the key in `special`."""
@@ -80,15 +82,25 @@ class Architecture:
         return self.shapes
 
     def shape(
-        self, kernel: Kernel, element_size: int, head_dim: int, masked: bool, *, has_lists: bool, banded: bool
+        self,
+        kernel: Kernel,
+        element_size: int,
+        head_dim: int,
+        masked: bool,
+        *,
+        has_lists: bool,
+        banded: bool,
+        has_bits: bool = False,
     ) -> Shape:
         """Return the shape of a kernel's tiles.
 
         `masked`: the call has hidden keys, masks of bits or options of scores, which need registers: `loop` is halved,
         to 16 or more.
-        `has_lists`, `banded`: as in `shapes_of`.
+        `has_lists`, `banded`: as in `shapes_of`. `has_bits`: a layout has masks of bits.
         """
         shapes = self.shapes_of(kernel, element_size, has_lists=has_lists, banded=banded)
+        if has_bits:
+            shapes = shapes | self.bits
         up_to_64, up_to_128, up_to_256 = shapes[kernel, element_size]
         if head_dim <= 64:
             shape = up_to_64
@@ -135,6 +147,8 @@ _SM_100 = Architecture(_SM_90.shapes | {
     ("forward", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 2)),
     ("dq", 2): (Shape(128, 128, 8, 3), Shape(128, 32, 8, 2), Shape(64, 32, 8, 1)),
     ("dkdv", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
+}, bits={
+    ("dq", 2): (Shape(128, 64, 8, 3), Shape(128, 32, 8, 2), Shape(64, 32, 8, 1)),
 })  # fmt: skip
 
 # With 4 wavefronts there are 512 registers per lane. Shared memory: 64 KB.
