@@ -83,8 +83,8 @@ class Tiles(NamedTuple):
         return -(-leading // unit) * unit
 
 
-QUERIES = {16: 64, 32: 54, 64: 51}
-KEYS = {1: 170, 4: 155, 16: 92, 32: 68, 64: 60}
+QUERIES = {16: 62, 32: 44, 64: 34}
+KEYS = {1: 120, 4: 107, 16: 60, 32: 48, 64: 46}
 """The sizes that tiles may have, and the time per computed pair that tiles of queries and of keys take: of two forward
 passes and one backward, in float32, head_dim 64, on the C++ kernels with AVX-512 (docs/notebook.md)."""
 
