@@ -306,7 +306,7 @@ class BlockLayout:
         each as int64 tensors without dimensions, may read tensors that it captures, and returns a boolean. `and_masks`
         and `or_masks` of PyTorch work unchanged. It is evaluated in slices of queries; no tensor of N x N pairs exists.
         Blocks that it cuts get a mask of bits; equal masks are stored once. The layout is causal if no query sees a
-        later key.
+        later key and some block shows its whole lower triangle.
 
         Args:
             q_len, k_len: the numbers of queries and keys; k_len defaults to q_len. If they differ, the layout has
