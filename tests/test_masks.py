@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 from conformance import excesses
-from dilated_attention import BlockLayout, attention, attention_weights
+from dilated_attention import BlockLayout, Dilated, attention, attention_weights
 from dilated_attention.backends import cpu
 
 BACKENDS = ("reference", "native", "auto")
@@ -182,6 +182,20 @@ def test_options(backend):
         torch.manual_seed(0)
         by_tokens = attention(q, k, v, tokens, backend="reference", **options)
         torch.testing.assert_close(mine, by_tokens)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inside_the_segments_of_a_branch(backend):
+    def layout(rows):
+        return BlockLayout.from_mask_mod(lambda b, h, q, k: (q + k) % 3 > 0, rows, block_size=16)
+
+    q, k, v = torch.randn(3, 1, 50, 2, 8)
+    out = attention(q, k, v, Dilated((20, 50), (1, 2)) * layout, backend=backend)
+    torch.testing.assert_close(out, attention(q, k, v, Dilated((20, 50), (1, 2)) * layout, backend="reference"))
+    token = torch.arange(50)
+    whole = attention(q, k, v, Dilated((50,), (1,)) * layout(50), backend=backend)
+    wanted, _ = expected(q, k, v, ((token[:, None] + token) % 3 > 0).expand(1, 2, 50, 50))
+    torch.testing.assert_close(whole, wanted)
 
 
 def test_functions_of_flex_attention():

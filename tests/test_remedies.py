@@ -2619,16 +2619,6 @@ def _(told):
     assert torch.equal(layout.dense_mask()[0, 0], mask.tril())
 
 
-@remedy("masks inside blocks are not supported from a layout function; give the layout itself, or whole blocks")
-def _(told):
-    q, k, v = tensors()
-    layout = BlockLayout.from_mask_mod(_prefix, 16, block_size=8)
-    with told():
-        attention(q, k, v, Dilated([16], [1]) * (lambda n: layout))
-    expected = as_theirs(q, k, v, attn_mask=layout.dense_mask()[0, 0])
-    same(attention(q, k, v, Dilated([16], [1]) * layout), expected)
-
-
 @remedy("for cross-attention give q_start=0")
 def _(told):
     """Compare all keys, and a mask of single tokens, for fewer queries than keys and for more."""

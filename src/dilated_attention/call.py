@@ -408,13 +408,8 @@ class Call:
         `seq_len`: the tokens per batch element, which may be cut into samples."""
         slices = [seq for _, seq in self.samples(seq_len)]
         found = tuple([layout_inside(layout, count) for count in self._counts(slices)])
-        for each in found:
-            each.check(1, each.seq_len, heads, kv_heads)
-            if each.kinds is not None and not isinstance(layout, BlockLayout):
-                raise UnsupportedError(
-                    "masks inside blocks are not supported from a layout function; give the layout itself, or whole "
-                    "blocks"
-                )
+        for layout in found:
+            layout.check(1, layout.seq_len, heads, kv_heads)
         return found
 
     def _counts(self, samples: Sequence[slice]) -> list[int]:
@@ -445,13 +440,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
     if options["mesh"] is not None or not _PLAIN.issuperset(types) or q.is_nested or k.is_nested or v.is_nested:
         return None
     kind = type(pattern)
-    shown: Any = pattern
-    if isinstance(pattern, Product):
-        if _has_masks(pattern):
-            return None
-        shown = pattern.dilated
+    shown: Any = pattern.dilated if isinstance(pattern, Product) else pattern
     if kind is BlockLayout:
-        shown = _has_masks(pattern)  # the call without its lists is the same for every other layout
+        shown = None  # the call without its lists is the same for every layout
     elif type(shown) not in _COMPARED_BY_VALUE and (
         type(shown) is not Sum or not _COMPARED_BY_VALUE.issuperset(map(type, shown.terms))
     ):
@@ -603,12 +594,6 @@ def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
     )
 
 
-def _has_masks(pattern: Pattern) -> bool:
-    """Return whether the pattern's layout has masks inside blocks."""
-    layout = pattern.layout if isinstance(pattern, Product) else pattern
-    return isinstance(layout, BlockLayout) and layout.kinds is not None
-
-
 def layout_remedy(given: Any) -> str:
     """Return the end of an error message: how to turn `given` into a layout; "" if this library cannot do it."""
     if type(given).__name__ == "BlockMask":
@@ -633,7 +618,6 @@ def _facts(
     asked = (
         ("key_padding_mask", options["key_padding_mask"] is not None),
         ("a block layout", isinstance(pattern, (BlockLayout, Product))),
-        ("masks inside blocks", _has_masks(pattern)),
         ("a window", branches.bands),
         ("a table over coordinates", scores.bias == biases.FORMS.index("relative in space")),
     )
