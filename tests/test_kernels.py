@@ -686,7 +686,7 @@ def seen(plan, side, is_causal, shape):
     begun: set[tuple[int, int]] = set()
     for table in tiles.tables(causal(plan) if is_causal else plan, side, shape, None, torch.device("cpu")):
         launch = set()
-        for head, start, stride, rows, first, zeros, _, _, *spans in table.lines.tolist():
+        for head, start, stride, rows, first, zeros, _, _, _, *spans in table.lines.tolist():
             assert 0 < rows <= shape.own
             for i in range(rows):
                 row = start + i * stride
@@ -802,8 +802,8 @@ def test_tables_are_held_for_the_stream_that_reads_them(number, kernel, monkeypa
     def table(name):
         return SimpleNamespace(nbytes=0, record_stream=lambda stream: recorded.append((name, stream)))
 
-    lists = SimpleNamespace(indptr=table("row starts"), indices=table("rows"))
-    lists.transposed = SimpleNamespace(indptr=table("column starts"), indices=table("columns"))
+    lists = SimpleNamespace(indptr=table("row starts"), indices=table("rows"), kinds=None)
+    lists.transposed = table("column starts"), table("columns")
     lists.block_size, lists.is_causal = (8, 8), False
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(backend, "on_default_stream", lambda device: number == 0)

@@ -817,7 +817,8 @@ def _shown_of(
     """Return what the mask of a layer shows; without a mask, what its other `arguments` tell (see `without_mask`)."""
     queries, keys = q.shape[1], k.shape[1]
     mask = _over_tokens(mask, len(q), queries, keys)
-    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2:] == (queries, keys):
+    own = getattr(module.config, NAME, None) is None  # else its pattern would replace the mask
+    if own and isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2:] == (queries, keys):
         return Shown(False, pairs=partial(layout_of_tensor, mask), q_start=keys - queries, queries=queries, keys=keys)
     if isinstance(mask, Refused):
         raise mask.error
