@@ -135,14 +135,8 @@ class Forward:
         """Return what a mask of this rank's shard shows, placed in the whole sequence."""
         return replace(shown, q_start=self.start, k_start=self.start, ranks=self)
 
-    def attend(
-        self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, arguments: Mapping[str, Any],
-        **options: Any,
-    ) -> Tensor:  # fmt: skip
-        """Return what `own_attention.attend` does on one device, for this rank's shard of q, k and v. arguments: the
-        layer's other arguments."""
-        if arguments.get("indices") is not None or arguments.get("block_indices") is not None:
-            self._refuse("a layer that chooses the keys of each query over a mesh", q)
+    def attend(self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, **options: Any) -> Tensor:
+        """Return what `own_attention.attend` does on one device, for this rank's shard of q, k and v."""
         if shown.blocks is not None:
             self._refuse("a block of tokens that see one another (a prefix, an image) over a mesh", q)
         if self.over.kept is not None:
