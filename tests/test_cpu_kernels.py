@@ -439,6 +439,7 @@ class TestFeatures(Forced):
         assert launch.joined == 1
         check((q, k, v), [plan], lists.dense_mask()[0].int(), **options)
 
+    @both
     @whole_or_cut
     def test_layouts_inside_strided_rows(self, is_cut, is_causal, dtype):
         w, r, seq_len = (48, 96), (1, 2), 110
