@@ -2442,11 +2442,23 @@ def _(told):
     model = _model("Llama")
     model.set_attn_implementation("dilated_attention")
     tokens = _tokens()
-    pairs = torch.ones(*tokens.shape, tokens.shape[1], dtype=torch.bool).tril()[:, None]
+    scores = torch.rand(*tokens.shape, tokens.shape[1])[:, None]
     with told():
-        model(tokens, attention_mask=pairs)
+        model(tokens, attention_mask=scores)
     model.set_attn_implementation("sdpa")
-    assert model(tokens, attention_mask=pairs).logits.isfinite().all()
+    assert model(tokens, attention_mask=scores).logits.isfinite().all()
+
+
+@remedy("a bias of scores; give booleans, or {}")
+def _(told):
+    model = _model("Llama")
+    tokens = _tokens()
+    pairs = torch.ones(*tokens.shape, tokens.shape[1], dtype=torch.bool).tril()[:, None]
+    expected = model(tokens, attention_mask=torch.where(pairs, 0.0, torch.finfo(torch.float32).min)).logits
+    model.set_attn_implementation("dilated_attention")
+    with told():
+        model(tokens, attention_mask=pairs.float())
+    same(model(tokens, attention_mask=pairs).logits, expected)
 
 
 @remedy("a dilated layer takes no position_bias with padding before the tokens; pad after them")
@@ -2600,6 +2612,14 @@ def _(told):
     q, k, v = tensors()
     refuses(told, q, k, v, "causl")
     assert "is_causal" in inspect.getdoc(attention)
+
+
+@remedy("compare, as in q_idx >= kv_idx")
+def _(told):
+    with told():
+        BlockLayout.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx - kv_idx, 16, block_size=8)
+    layout = BlockLayout.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 16, block_size=8)
+    assert torch.equal(layout.dense_mask()[0, 0], torch.ones(16, 16).tril() > 0)
 
 
 @remedy("BSR holds whole blocks, and the layout has masks inside blocks; give to_block_mask()")

@@ -74,7 +74,7 @@ def _attend_part(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     after = short.seq_len - column - k.shape[1]
     stop = row + q.shape[1]
     last = short.seq_len - stop
-    attributes = call.attributes(q, k).padded((row, last), (column, after))
+    attributes = replace(call, key_padding_mask=mask).attributes(q, k).padded((row, last), (column, after))
     if mask is None:
         mask = k.new_zeros(k.shape[:2], dtype=torch.bool)
     mask = pad(mask, (column, after), value=True)

@@ -739,11 +739,6 @@ def _attend_own(
         shown = _shown_of(module, q, k, seen, is_causal, arguments)
         ranks = shown.ranks
         if ranks is not None:
-            if arguments.get("indices") is not None or arguments.get("block_indices") is not None:
-                raise UnsupportedError(
-                    f"{type(module).__name__} chooses the keys of each query, which a mesh does not support: leave "
-                    "the mesh out"
-                )
             _REPORTED[module] = f"{shown.words}, over a mesh"
             return ranks.attend(shown, q, k, v, module, **given)
         seen = as_listed(module, with_samples(shown, len(q), arguments), arguments)
