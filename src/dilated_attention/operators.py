@@ -64,7 +64,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
-    inputs = (q, k, v) if call.bias is None else (q, k, v, call.bias)
     if call.repeats is not None and not in_forward_mode() and _differentiated(q, k, v):
         return _Repeated.apply(q, k, v, call)
     eager = not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)  # else recorded in a graph
@@ -72,6 +71,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         wanted = _differentiated(q, k, v)
         if over_mesh.gradients_wanted(call, q, k, wanted) and not wanted:
             q = q.detach().requires_grad_()  # so that this rank takes part in the backward of the others
+    inputs = (q, k, v) if call.bias is None else (q, k, v, call.bias)
     if eager and not (_differentiated(*inputs) or observed(*inputs)):
         out, lse, *_ = _run(call, q, k, v)  # nobody looks at the operator, which takes a tenth of a small call's time
         return out, lse
