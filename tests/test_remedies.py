@@ -2658,8 +2658,8 @@ def _prefix(batch, head, i, j):
     return (i >= j) | (j < 5)
 
 
-@remedy("; for a mask_mod give BlockLayout.from_mask_mod(mask_mod, seq_len), for a function that makes layouts give "
-        "its layout of seq_len tokens")  # fmt: skip
+@remedy("; for a mask_mod give BlockLayout.from_mask_mod(mask_mod, seq_len), or from_block_mask of its BlockMask; "
+        "for a function that makes layouts give its layout of seq_len tokens")  # fmt: skip
 def _(told):
     q, k, v = tensors()
     for call in (attention, dilated_attention.block_sparse_attention):

@@ -600,8 +600,8 @@ def layout_remedy(given: Any) -> str:
         return "; give BlockLayout.from_block_mask of it"
     if callable(given):
         return (
-            "; for a mask_mod give BlockLayout.from_mask_mod(mask_mod, seq_len), for a function that makes layouts "
-            "give its layout of seq_len tokens"
+            "; for a mask_mod give BlockLayout.from_mask_mod(mask_mod, seq_len), or from_block_mask of its BlockMask; "
+            "for a function that makes layouts give its layout of seq_len tokens"
         )
     if isinstance(given, Tensor):
         return (
