@@ -111,8 +111,8 @@ class _Collected:
         cut = (count[some] < self._pairs(row, column)).nonzero()[:, 0]
         kinds[cut] = self._numbered(shown[cut]).to(kinds.device)
 
-        causal = BlockGrid(self.grid.seq_len, self.grid.q_block, self.grid.k_block, is_causal=True)
-        is_lower = torch.zeros_like(some[some])
+        causal = replace(self.grid, is_causal=True)
+        is_lower = torch.zeros_like(blocks, dtype=torch.bool)
         is_above = causal.above(row, column)
         on_diagonal = (causal.cut(row, column) & ~is_above).nonzero()[:, 0]
         earlier = _inside(causal, row[on_diagonal], column[on_diagonal])
@@ -356,20 +356,22 @@ def from_block_mask(m: BlockMask) -> Tables:
 # ---- algebra
 
 
-def stacked(parts: Sequence[Entries]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the kinds and bits of layouts whose lists follow one another; None and None if all blocks are whole."""
-    if all(part.kinds is None for part in parts):
-        return None, None
+def stacked(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the kinds and bits of layouts whose lists follow one another; None and None if all blocks are whole.
+    `parts`: the `tables` of each layout."""
     kinds = []
     bits = []
     count = 0
-    for part in parts:
-        if part.kinds is None or part.bits is None:
-            kinds.append(torch.full_like(part.column, -1))
+    for _, indices, *inside in parts:
+        if not inside:
+            kinds.append(torch.full_like(indices, -1))
             continue
-        kinds.append(torch.where(part.kinds < 0, -1, part.kinds + count))
-        bits.append(part.bits)
-        count += len(part.bits)
+        own_kinds, own_bits = inside
+        kinds.append(torch.where(own_kinds < 0, -1, own_kinds + count))
+        bits.append(own_bits)
+        count += len(own_bits)
+    if not bits:
+        return None, None
     return torch.cat(kinds), torch.cat(bits)
 
 
@@ -395,6 +397,4 @@ def combined(a: Entries, b: Entries, lead: tuple[int, int], combine: Callable[[T
 
 def equal(a: Entries, b: Entries) -> bool:
     """Return whether two layouts with equal lists show the same pairs of each block."""
-    if a.kinds is None and b.kinds is None:
-        return True
     return all(torch.equal(a.shown(some).cpu(), b.shown(some).cpu()) for some in a.slices())

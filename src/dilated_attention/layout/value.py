@@ -414,7 +414,7 @@ class BlockLayout:
             layouts = [x.select(heads=repeated) if x.num_heads == 1 else x for x in layouts]
         counts = torch.cat([F.pad(x.counts, (0, grid.rows - x.query_blocks)) for x in layouts], int(over == "heads"))
         lists = counts, torch.cat([x.indices for x in layouts])
-        return cls._of(grid, lists, *masks.stacked([x.entries for x in layouts]))
+        return cls._of(grid, lists, *masks.stacked([x.tables for x in layouts]))
 
     # ---- shape and content
 
@@ -495,14 +495,9 @@ class BlockLayout:
         if self.device.type == "cpu" and compiled.available():
             starts = row_offsets(compiled.column_counts(self.indptr, self.indices, columns))
             return Transposed(starts, compiled.rows_of_columns(self.indptr, self.indices, starts))
-        row = self.row
-        key = self.indices
-        if lists > 1:
-            first = row // rows
-            row = row - first * rows
-            key = key + first * columns
-        counts = torch.bincount(key, minlength=lists * columns)
-        indices = sort_keys((key * rows).add_(row), "quicksort").remainder_(rows)
+        entries = self._by_column()
+        counts = torch.bincount(entries // rows, minlength=lists * columns)
+        indices = sort_keys(entries, "quicksort").remainder_(rows)
         return Transposed(row_offsets(counts.reshape(self.batch_size, self.num_heads, columns)), indices)
 
     @derived
@@ -549,9 +544,10 @@ class BlockLayout:
     def _by_column(self) -> Tensor:
         """Return numbers of the entries of `indices` that ascend in the order of `transposed`."""
         rows = self.query_blocks
-        first = self.row // rows
+        row = self.row
+        first = row // rows  # the number of (batch element, head)
         column = self.indices + first * self.key_blocks
-        return column * rows + self.row - first * rows
+        return column * rows + row - first * rows
 
     @derived
     def masked(self) -> Tensor:
@@ -790,6 +786,8 @@ class BlockLayout:
             return False
         if not torch.equal(self.indices.cpu(), other.indices.cpu()):
             return False
+        if self.kinds is None and other.kinds is None:
+            return True
         return masks.equal(self.entries, other.entries)
 
     def __hash__(self) -> int:
