@@ -16,7 +16,7 @@ A pattern or a backend is tested by one small class:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -69,6 +69,25 @@ def band_of(group: StridedGroup) -> Tensor:
     distance = torch.arange(group.keys.count) - torch.arange(group.queries.count)[:, None]
     low = -group.queries.count if group.low is None else group.low
     return (distance >= low) & (distance <= (group.keys.count if group.high is None else group.high))
+
+
+def counts_inside(
+    lists: dict[int, BlockLayout],
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    offsets: Sequence[Sequence[int]],
+    seq_len: int,
+) -> Tensor:
+    """Return how often layouts inside the segments of branches show each key, int32 `(heads, seq, seq)`. `lists`: the
+    layout for each number of participating tokens."""
+    counts = torch.zeros(len(offsets[0]), seq_len, seq_len, dtype=torch.int32)
+    for width, rate, row in zip(segment_lengths, dilation_rates, offsets, strict=True):
+        for head, offset in enumerate(row):
+            for start in range(0, seq_len, width):
+                rows = torch.arange(start + offset, min(start + width, seq_len), rate)
+                if len(rows):
+                    counts[head, rows[:, None], rows] += lists[len(rows)].dense_mask()[0, 0]
+    return counts
 
 
 def layout(

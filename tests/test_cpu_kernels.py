@@ -29,6 +29,7 @@ from conformance import (
     PARTS_OF_A_LAYOUT,
     band_of,
     causal,
+    counts_inside,
     evaluate,
     excesses,
     layout,
@@ -386,13 +387,7 @@ class TestFeatures(Forced):
         w, r, seq_len = (100, 300), (1, 2), 310
         plan, offsets = dilated(seq_len, 2, w, r)
         lists = {n: layout(n, 1, 16, is_causal) for n in {group.queries.count for group in plan.groups}}
-        counts = torch.zeros(2, seq_len, seq_len, dtype=torch.int32)
-        for width, rate, row in zip(w, r, offsets, strict=True):
-            for head, offset in enumerate(row):
-                for start in range(0, seq_len, width):
-                    rows = torch.arange(start + offset, min(start + width, seq_len), rate)
-                    if len(rows):
-                        counts[head, rows[:, None], rows] += lists[len(rows)].dense_mask()[0, 0]
+        counts = counts_inside(lists, w, r, offsets, seq_len)
         options = {"is_causal": is_causal, "layouts": lists}
         inputs = tensors(1, seq_len, 6, 2, 24, dtype)
         found = cpu.launches(problem(plan, **options), inputs[0], "queries", forward=True)
@@ -446,13 +441,7 @@ class TestFeatures(Forced):
         plan, offsets = dilated(seq_len, 2, w, r)
         numbers = {group.queries.count for group in plan.groups}
         lists = {count: layout(count, 16, 16, is_causal, is_cut=is_cut) for count in numbers}
-        counts = torch.zeros(2, seq_len, seq_len, dtype=torch.int32)
-        for width, rate, row in zip(w, r, offsets, strict=True):
-            for head, offset in enumerate(row):
-                for start in range(0, seq_len, width):
-                    rows = torch.arange(start + offset, min(start + width, seq_len), rate)
-                    if len(rows):
-                        counts[head, rows[:, None], rows] += lists[len(rows)].dense_mask()[0, 0]
+        counts = counts_inside(lists, w, r, offsets, seq_len)
         check(tensors(1, seq_len, 2, 2, 24, dtype), [plan], counts, is_causal=is_causal, layouts=lists)
 
     @both

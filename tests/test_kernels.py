@@ -29,7 +29,17 @@ import test_blocks
 import test_dropout
 import test_properties
 import test_windows
-from conformance import PARTS_OF_A_LAYOUT, band_of, causal, excesses, layout, part_of_a_layout, problem, random_calls
+from conformance import (
+    PARTS_OF_A_LAYOUT,
+    band_of,
+    causal,
+    counts_inside,
+    excesses,
+    layout,
+    part_of_a_layout,
+    problem,
+    random_calls,
+)
 from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
@@ -485,13 +495,7 @@ class TestBlocks:
         w, r = (48, 96), (1, 2)
         plan, table = dilated(seq_len, 2, w, r)
         lists = {count: layout(count, 16, 16, is_causal) for count in {group.queries.count for group in plan.groups}}
-        counts = torch.zeros(2, seq_len, seq_len, dtype=torch.int32)
-        for width, rate, offsets in zip(w, r, table, strict=True):
-            for head, offset in enumerate(offsets):
-                for start in range(0, seq_len, width):
-                    rows = torch.arange(start + offset, min(start + width, seq_len), rate)
-                    if len(rows):
-                        counts[head, rows[:, None], rows] += lists[len(rows)].dense_mask()[0, 0]
+        counts = counts_inside(lists, w, r, table, seq_len)
         check(tensors(1, seq_len, 2, 2, 24), [plan], counts, is_causal=is_causal, layouts=lists)
 
     @whole_or_cut

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from dilated_attention import BlockLayout, Dilated, UnsupportedError, Window, attention
-from dilated_attention.plumbing import without_overrides
+from dilated_attention.plumbing import derived, without_overrides
 
 NAME = "dilated_attention"
 
@@ -243,16 +243,9 @@ class Shown(NotATensor):
             return self.blocks is not None
         return self.blocks is not None or self.hidden is not None or self.queries != self.keys
 
-    @property
+    @derived
     def layout(self) -> BlockLayout:
         """Return what `pairs` makes. All layers of a forward share it."""
-        assert self.pairs is not None
-        if torch.compiler.is_compiling():  # which cannot trace the lock of cached_property
-            return self.pairs()
-        return self._layout
-
-    @cached_property
-    def _layout(self) -> BlockLayout:
         assert self.pairs is not None
         return self.pairs()
 

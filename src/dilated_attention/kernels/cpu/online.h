@@ -350,10 +350,10 @@ struct Keys {
   float *dk, *dv;
 };
 
-// dv += p do and dk += ds q (short of the scale). With `rows` also ds, [CHUNK][row_words] with 0 where nothing is seen,
-// for a product with keys. s and dp are room for CHUNK rows. Returns the rows of the chunk that were seen.
 enum class Formed { plainly, capped, biased };  // how scores are made of products
 
+// dv += p do and dk += ds q (short of the scale). With `rows` also ds, [CHUNK][row_words] with 0 where nothing is seen,
+// for a product with keys. s and dp are room for CHUNK rows. Returns the rows of the chunk that were seen.
 template <Formed FORMED, class Arithmetic, class Bias>
 inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, const Held &held,
                           int group, const Chunk &chunk, Scaling scaling, const Words &words, Bias &bias, float *s,
