@@ -7,16 +7,25 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
-from conformance import excesses
-from dilated_attention import BlockLayout, Dilated, attention, attention_weights
+from conformance import excesses, survivors
+from dilated_attention import BlockLayout, Dilated, Window, attention, attention_weights
 from dilated_attention.backends import cpu
+from dilated_attention.backends.facts import Facts
+from dilated_attention.backends.table import BACKENDS as TABLE
 
 BACKENDS = ("reference", "native", "auto")
 compiled = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 CASES = range(40)
+
+
+def served(dtype: torch.dtype) -> list[str]:
+    """Return the backends that serve every option of a block layout in this dtype on a CPU."""
+    facts = Facts(torch.device("cpu"), dtype, 96, 128, ("a block layout", "dropout_p", "softcap", "key_padding_mask"))
+    return [name for name, x in TABLE.items() if x.refusal(facts) is None]
 
 
 def random_mask(case: int) -> tuple[Tensor, tuple[int, int]]:
@@ -143,6 +152,80 @@ def test_kernels_of_the_cpu(case, block_size, dtype):
     counts = (mask[:, q_start:, k_start:] & ~hidden[:, None, None]).expand(-1, 4, -1, -1).int()
     errors = excesses(run, (q, k, v), counts, scale=head_dim**-0.5)
     assert all(error <= 1 for error in errors.values()), f"errors over their bars: {errors}"
+
+
+def check_random_call(seed: int, dtype: torch.dtype) -> None:
+    """Compare a call of a random mask and random options, on every backend, with the counts of its pairs."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    batch = draw.choice([1, 2])
+    tokens = draw.choice([1, 2, 17, 33, 64, 100])
+    kv_heads, ratio = draw.choice([(1, 1), (2, 1), (1, 4), (2, 2)])
+    heads = kv_heads * ratio
+    block_size = draw.choice([(16, 16), (64, 64), (1, 1), (1, 64), (5, 3), (64, 1), (128, 128)])
+    mask = torch.stack([structured_mask(draw, tokens).expand(4, -1, -1) for _ in range(draw.choice([1, batch]))])
+    mask = mask[:, : draw.choice([1, heads])]
+    layout = BlockLayout.from_mask(mask, tokens, block_size)
+    queries, keys = torch.arange(tokens)[:, None], torch.arange(tokens)
+    shown = mask.expand(batch, heads, -1, -1).int()
+    pattern, options, call = layout, {}, {"scale": draw.choice([0.3, -0.7, 1.0])}
+    if draw.random() < 0.3:
+        pattern = layout + Window(5, 3)
+        distance = keys - queries
+        shown = shown + ((distance >= -5) & (distance <= 3)).int()
+    if draw.random() < 0.3:
+        options["is_causal"] = True
+        shown = shown * (keys <= queries)
+    start, stop, first = 0, tokens, 0
+    ragged = draw.choice(["", "lengths", "packed", "hidden", "placed"])
+    if ragged == "lengths":
+        lengths = torch.tensor([draw.randrange(tokens + 1) for _ in range(batch)])
+        options["lengths"] = lengths
+        ends = lengths[:, None, None, None]
+        shown = shown * (queries < ends) * (keys < ends)
+    if ragged == "packed" and batch == 1:
+        cut = draw.randrange(tokens)
+        options["cu_seqlens"] = torch.tensor([0, tokens, tokens + cut])
+        shown = F.pad(shown, (0, cut, 0, cut))
+        shown[..., tokens:, tokens:] = shown[..., :cut, :cut]
+        stop = tokens + cut
+    if ragged == "hidden":
+        hidden = torch.rand(batch, tokens) < 0.4
+        options["key_padding_mask"] = hidden
+        shown = shown * ~hidden[:, None, None]
+    if ragged == "placed":
+        start, first = draw.randrange(tokens), draw.randrange(tokens)
+        options |= {"q_start": start, "k_start": first}
+        shown = shown[..., start:, first:]
+    head_dim = draw.choice([8, 24, 64, 96])
+    q = torch.randn(batch, stop - start, heads, head_dim).to(dtype)
+    k, v = torch.randn(2, batch, stop - first, kv_heads, head_dim).to(dtype)
+    if draw.random() < 0.3 and ragged != "placed":
+        call |= {"dropout_p": 0.3, "keep": survivors(q, k, 0.3, 0, seed)}
+    elif draw.random() < 0.3:
+        call["softcap"] = 1.5
+    for backend in served(dtype):
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            torch.manual_seed(seed)
+            given = {name: x for name, x in call.items() if name != "keep"}
+            return attention(q, k, v, pattern, return_lse=True, backend=backend, **options, **given)
+
+        errors = excesses(run, (q, k, v), shown, **call)
+        assert all(x <= 1 for x in errors.values()), (backend, block_size, options, errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_calls(seed, dtype):
+    check_random_call(seed, dtype)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("block", range(10))
+def test_many_random_calls(block):
+    for seed in range(100 + 300 * block, 400 + 300 * block):
+        check_random_call(seed, (torch.float64, torch.float32, torch.bfloat16)[seed % 3])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
