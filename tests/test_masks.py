@@ -206,7 +206,7 @@ def check_random_call(seed: int, dtype: torch.dtype) -> None:
         call["softcap"] = 1.5
     for backend in served(dtype):
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, backend: str = backend) -> tuple[Tensor, Tensor]:
             torch.manual_seed(seed)
             given = {name: x for name, x in call.items() if name != "keep"}
             return attention(q, k, v, pattern, return_lse=True, backend=backend, **options, **given)

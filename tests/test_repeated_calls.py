@@ -140,6 +140,38 @@ class TestFound:
         assert not wrong
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"scale": -0.5}], ids=str)
+@pytest.mark.parametrize("pattern", [Window(5), Window(3, 2, rate=2), Window(0)], ids=str)
+def test_the_next_tokens_of_a_generation_make_nothing_anew(pattern, options):
+    q, k, v = torch.randn(3, 1, 40, 2, 8)
+    hidden = torch.rand(1, 40) < 0.2
+    whole = attention(q, k, v, pattern, is_causal=True, key_padding_mask=hidden, **options)
+
+    def token(position: int) -> torch.Tensor:
+        held = slice(0, position + 1)
+        return attention(
+            q[:, position : position + 1], k[:, held], v[:, held], pattern, is_causal=True, q_start=position,
+            key_padding_mask=hidden[:, held], **options,
+        )  # fmt: skip
+
+    token(20)
+    before = plan_cache.info().misses
+    for position in range(21, 40):
+        torch.testing.assert_close(token(position)[:, 0], whole[:, position])
+    assert plan_cache.info().misses == before
+
+
+def test_a_mask_is_checked_again_and_nothing_else(checked):
+    q, k, v = torch.randn(3, 1, 16, 2, 8)
+    hidden = torch.zeros(1, 16, dtype=torch.bool)
+    attention(q, k, v, Window(2), key_padding_mask=hidden)
+    checked.clear()
+    attention(q, k, v, Window(2), key_padding_mask=hidden)
+    assert not checked
+    with pytest.raises(ValueError, match="key_padding_mask must have shape"):
+        attention(q, k, v, Window(2), key_padding_mask=hidden[:, :8])
+
+
 class TestRefusedAfterAnEqualValidCall:
     @pytest.mark.parametrize(
         ("valid", "refused"),

@@ -35,7 +35,7 @@ from dilated_attention.patterns import (
     layout_inside,
     warn_of_unserved,
 )
-from dilated_attention.plan import Branches, Plan, plan_in_layout, plan_of, row_counts
+from dilated_attention.plan import WHOLE, Branches, Plan, plan_in_layout, plan_of, row_counts
 from dilated_attention.scores import UNIT, ScoreOptions, Scores
 from dilated_attention.torch_internals import in_autocast, in_export, in_torch_func, is_mapped, is_symbol, observed
 
@@ -151,7 +151,8 @@ class Call:
             group = context_group(options["mesh"])
             if dist.get_world_size(group) > 1:  # one rank is one device
                 ranks = group
-        call, seq_len = cls._without_layouts(q, k, v, pattern, options, group, ranks is not None)
+        call, seq_len = cls._plain(q, k, v, pattern, options, group, ranks is not None)
+        call = call._with_tensors(q, k, options)
         if isinstance(pattern, (BlockLayout, Product)):
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
         if ranks is not None:
@@ -167,8 +168,8 @@ class Call:
     def remembered(
         cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, *, alone: bool = True
     ) -> Call:
-        """Return the same as `of`; the options must be complete. A call whose `_key` is in `plan_cache` is not checked
-        again, and its backend is not chosen again. Layouts inside segments are checked in every call. Warns as
+        """Return the same as `of`; the options must be complete. Of a call whose `_key` is in `plan_cache` nothing is
+        checked again but tensors and layouts inside segments, and its backend is not chosen again. Warns as
         `warn_of_unserved` does, unless other calls show keys to the same queries (`alone`).
         """
         key = _key(q, k, v, pattern, options)
@@ -179,54 +180,51 @@ class Call:
             return call
 
         def make() -> Call:
-            call = cls._without_layouts(q, k, v, pattern, options)[0]
+            call = cls._plain(q, k, v, pattern, options)[0]
             if alone:
                 call._warn(pattern, options, q, k)
             return call._remembered(key)
 
+        plain = plan_cache.get(key, make)
+        call = plain._with_tensors(q, k, options)
         if isinstance(pattern, Product):
-            return plan_cache.get(key, make)._with_layouts(pattern, q, k, q.shape[1], False)
+            return call._with_layouts(pattern, q, k, q.shape[1], False)
         if not isinstance(pattern, BlockLayout):
-            return plan_cache.get(key, make)
+            return call
         pattern.require_unchanged()
+        if call is not plain:
+            return call._with_layouts(pattern, q, k, k.shape[1], False)
         layout = pattern
         own_key = (key, pattern.key)
-
-        def with_layout() -> Call:
-            call = plan_cache.get(key, make)._with_layouts(layout, q, k, k.shape[1], False)
-            return call._remembered(own_key)
-
-        return plan_cache.get(own_key, with_layout)
+        return plan_cache.get(
+            own_key, lambda: call._with_layouts(layout, q, k, k.shape[1], False)._remembered(own_key)
+        )
 
     def _warn(self, pattern: Pattern, options: Options, q: Tensor, k: Tensor) -> None:
         """Warn of tokens that take part for no head; with `head_offset`, another rank's heads may serve them."""
         if torch.compiler.is_compiling() or q.is_meta or options["head_offset"] is not None:
             return
         seq_len = k.shape[1] if self.shards is None else self.shards.bounds[-1]
-        warn_of_unserved(branched_factor(pattern, seq_len), self.branches, seq_len)
+        warn_of_unserved(branched_factor(pattern), self.branches, seq_len)
 
     def _remembered(self, key: Hashable) -> Call:
         self.__dict__.update(repeats={}, key=key)
         return self
 
     @classmethod
-    def _without_layouts(
+    def _plain(
         cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options,
         group: dist.ProcessGroup | None = None, over_ranks: bool = False,
     ) -> tuple[Call, int]:  # fmt: skip
-        """Check all arguments except layouts. Return the call without layouts and shards, and the global sequence
-        length. `group`: the process group of the options' mesh; `over_ranks`: whether it has several ranks."""
+        """Check all arguments except layouts and the options `TENSORS`, of which only matters here which are given.
+        Return the call without these and without shards, and the global sequence length. `group`: the process group of
+        the options' mesh; `over_ranks`: whether it has several ranks."""
         checks.tensors(q, k, v, placed(options))
         seq_len = _sequence_length(q, options["seq_len"], group, options["transport"])
-        lengths, cu_seqlens = checks.ragged(q, options["lengths"], options["cu_seqlens"])
-        options["lengths"] = lengths
-        options["cu_seqlens"] = cu_seqlens
         if over_ranks:
             _check_over_ranks(pattern, options)
-        checks.mask(k, options["key_padding_mask"])
         checks.boolean("is_causal", options["is_causal"])
         scores = Scores.of(q.shape[3], options)
-        checks.sinks(q, options["sinks"])
         head_offset = options["head_offset"]
         if head_offset is not None:
             head_offset = checks.integer("head_offset", head_offset, 0)
@@ -239,16 +237,25 @@ class Call:
             scores = scores._replace(bias=float(bias.form))
             compat = getattr(pattern, "compat", None)
             _refuse("with a bias", ("compat", compat is not None, "leave compat out"))
-        branches = branched_factor(pattern, seq_len).branches(k.shape[2], head_offset)
+        branches = branched_factor(pattern).branches(k.shape[2], head_offset)
         call = cls(
             branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, scores, over_ranks)),
-            is_causal=options["is_causal"], scores=scores, lengths=lengths, cu_seqlens=cu_seqlens,
-            key_padding_mask=options["key_padding_mask"], first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
+            is_causal=options["is_causal"], scores=scores, first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
             starts=starts, placed=placed(options),
         )  # fmt: skip
         if bias is not None:
             call = replace(call, bias=bias.tensor, coordinates=bias.coordinates, buckets=bias.buckets)
         return call, seq_len
+
+    def _with_tensors(self, q: Tensor, k: Tensor, options: Options) -> Call:
+        """Check the options `TENSORS`, and return the same call with them, or this one if it has none of them."""
+        checks.sinks(q, options["sinks"])
+        hidden = options["key_padding_mask"]
+        if options["lengths"] is options["cu_seqlens"] is hidden is None:
+            return self
+        checks.mask(k, hidden)
+        lengths, cu_seqlens = checks.ragged(q, options["lengths"], options["cu_seqlens"])
+        return replace(self, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=hidden)
 
     @property
     def nbytes(self) -> int:
@@ -420,14 +427,17 @@ class Call:
         return sorted(counts)
 
 
+TENSORS = ("sinks", "lengths", "cu_seqlens", "key_padding_mask")
+"""The options whose values are tensors, apart from a bias, whose form decides what serves it."""
+
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _COMPARED_BY_VALUE = frozenset((Dilated, Window))
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Hashable | None:
-    """Return a cache key of everything that `Call._without_layouts` depends on, or None if the call must be checked.
+    """Return a cache key of everything that `Call._plain` depends on, or None if the call must be checked.
 
-    It must be checked in four cases: a mesh is given; an option is not a plain number or string, such as a tensor; q, k
+    It must be checked in four cases: a mesh is given; an option other than `TENSORS` is no plain number or string; q, k
     or v may be more or less than it seems, under torch.compile, torch.func or a dispatch mode or on the meta device; q
     has enough heads for a warning.
     """
@@ -437,6 +447,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
         return None
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
+    if not _PLAIN.issuperset(types):
+        values = tuple(["given" if _is_tensor(name, x) else x for name, x in options.items()])
+        types = tuple(map(type, values))
     if options["mesh"] is not None or not _PLAIN.issuperset(types) or q.is_nested or k.is_nested or v.is_nested:
         return None
     kind = type(pattern)
@@ -455,11 +468,17 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
     )  # fmt: skip
 
 
+def _is_tensor(option: str, given: Any) -> bool:
+    """Return whether an option of `TENSORS` is a tensor, and of no other class that may be less."""
+    return option in TENSORS and (type(given) is Tensor or type(given) is torch.nn.Parameter)
+
+
 def as_autocast(q: Tensor, k: Tensor, v: Tensor, if_mixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Cast q, k and v as autocast does for `scaled_dot_product_attention`; double precision is left as it is.
     `if_mixed`: only if they differ in dtype."""
-    given = all(isinstance(x, Tensor) for x in (q, k, v))  # which is checked later
-    if given and in_autocast(q) and not (if_mixed and q.dtype == k.dtype == v.dtype):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):  # which is checked later
+        return q, k, v
+    if in_autocast(q) and not (if_mixed and q.dtype == k.dtype == v.dtype):
         q, k, v = (x.to(dtype_of_products(x)) if x.is_floating_point() else x for x in (q, k, v))
     return q, k, v
 
@@ -541,6 +560,36 @@ def check_placed(pattern: Pattern, options: Options) -> None:
     )
 
 
+def near_keys(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Window, options: Options
+) -> tuple[slice | None, Options]:  # fmt: skip
+    """Return which keys a window at positions shows to some query, and the options of a call over these alone; (None,
+    `options`) if it needs its keys and positions as they are.
+
+    A window goes by distance: both positions are moved by the same number, so that every new token of a generation
+    makes the same call.
+    """
+    check_placed(pattern, options)
+    checks.tensors(q, k, v, placed=True)
+    as_given = torch.compiler.is_compiling() or pattern.leading > 0 or options["bias"] is not None
+    if as_given or options["dropout_p"] != 0 or options["mesh"] is not None:
+        return None, options
+    first_query, first_key = starts_of(options)
+    after = 0 if options["is_causal"] else pattern.after
+    assert after is not None
+    reach = first_query + q.shape[1] + after * pattern.rate
+    start = max(first_key, first_query - pattern.before * pattern.rate)
+    stop = min(first_key + k.shape[1], reach)
+    near = slice(start - first_key, max(stop, start) - first_key)
+    moved = min(first_query, start)
+    options = {**options, "q_start": first_query - moved, "k_start": start - moved}
+    hidden = options["key_padding_mask"]
+    if hidden is not None:
+        checks.mask(k, hidden)
+        options["key_padding_mask"] = hidden[:, near]
+    return near, options
+
+
 def in_tiles(
     q: Tensor, k: Tensor, v: Tensor, pattern: Neighborhood, options: Options
 ) -> tuple[Tiled, tuple[Tensor, Tensor, Tensor], Options]:
@@ -576,13 +625,16 @@ def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:
             raise UnsupportedError(f"{name} {where} is not supported; {remedy}")
 
 
-def branched_factor(pattern: Pattern, seq_len: int) -> Dilated | Window | Sum:
+_EVERY_TOKEN = Dilated((WHOLE,), (1,))
+
+
+def branched_factor(pattern: Pattern) -> Dilated | Window | Sum:
     """Return the pattern without its layout: a product's dilated factor; for a block layout, one segment with all
     tokens."""
     if isinstance(pattern, (Dilated, Window, Sum)):
         return pattern
     if isinstance(pattern, BlockLayout):
-        return Dilated((max(seq_len, 1),), (1,))
+        return _EVERY_TOKEN
     if isinstance(pattern, Product):
         return pattern.dilated
     if isinstance(pattern, Neighborhood):  # on one device it is a layout by now

@@ -5,7 +5,7 @@ A call with `lengths` or `cu_seqlens` is *ragged*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,19 +107,17 @@ def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int,
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return out, shaped like q and contiguous, and lse, `(batch, seq, heads)`."""
     run = call.backend.forward
-    if call.lengths is None and call.cu_seqlens is None:
-        return list(run(_problem(call, q, k), q, k, v))
-    slices = call.samples(q.shape[1])
-    if _is_cut(call):
-        return list(run(_cut_problem(call, q, k), q, k, v))
-    if call.backend.packs_samples and not call.layouts:
-        out, lse = run(_packed_problem(call, q, k, slices), *_packed(q, k, v))
-        return [out.view(q.shape).detach(), lse.view(q.shape[:3]).detach()]  # views could not be changed in place
-    out, lse = running(q, covered=call.lengths is None)  # packed samples cover all rows
-    whole = call.attributes(q, k)
-    for sample, at in enumerate(slices):
-        out[at], lse[at] = run(_problem(call, q, k, sample, at, whole), q[at], k[at], v[at])
-    return [out, lse]
+    whole = _whole(call, q, k)
+    if whole is None:
+        out, lse = running(q, covered=call.lengths is None)  # packed samples cover all rows
+        for problem, at in _each(call, q, k):
+            out[at], lse[at] = run(problem, q[at], k[at], v[at])
+        return [out, lse]
+    problem, is_packed = whole
+    if not is_packed:
+        return list(run(problem, q, k, v))
+    out, lse = run(problem, *_packed(q, k, v))
+    return [out.view(q.shape).detach(), lse.view(q.shape[:3]).detach()]  # views could not be changed in place
 
 
 def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -169,55 +167,63 @@ def _backward(
         return call.backend.backward(problem, *tensors)
 
     tensors = dout, dlse, q, k, v, out, lse
+    whole = _whole(call, q, k)
+    if whole is None:
+        make = torch.empty if call.lengths is None else torch.zeros  # packed samples cover all rows
+        dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        for problem, at in _each(call, q, k):
+            part = [None if x is None else x[at] for x in tensors]
+            dq[at], dk[at], dv[at] = run(problem, *part)
+        return dq, dk, dv
+    problem, is_packed = whole
+    if not is_packed:
+        return run(problem, *tensors)
+    dq, dk, dv = run(problem, *_packed(*tensors))
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+# ---- problems
+
+
+def _whole(call: Call, q: Tensor, k: Tensor) -> tuple[Problem, bool] | None:
+    """Return one problem for all samples, and whether the backend gets them as one sequence (`_packed`); None if every
+    sample needs a problem of its own (`_each`)."""
     if call.lengths is None and call.cu_seqlens is None:
-        return run(_problem(call, q, k), *tensors)
+        return _problem(call, q, k), False
     slices = call.samples(q.shape[1])
-    if _is_cut(call):
-        return run(_cut_problem(call, q, k), *tensors)
-    if call.backend.packs_samples and not call.layouts:
-        dq, dk, dv = run(_packed_problem(call, q, k, slices), *_packed(*tensors))
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
-    make = torch.empty if call.cu_seqlens is not None else torch.zeros  # packed samples cover all rows
-    dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    whole = call.attributes(q, k)
-    for sample, at in enumerate(slices):
-        part = [None if x is None else x[at] for x in tensors]
-        dq[at], dk[at], dv[at] = run(_problem(call, q, k, sample, at, whole), *part)
-    return dq, dk, dv
+    backend = call.backend
+    if backend.skips_rows and call.lengths is not None and not call.layouts and call.branches.compat is None:
+        # All samples share the plan of the longest: a shorter one sees what the longest would, up to its end. With
+        # `compat` it would not, because keys are added at the end of a sample.
+        lengths = call.lengths.to("cpu", torch.int64).contiguous()
+        return replace(_problem(call, q, k), lengths=lengths), False
+    if backend.packs_samples and not call.layouts:
+        return _packed_problem(call, q, k, slices), True
+    return None
 
 
-def _problem(
-    call: Call, q: Tensor, k: Tensor, sample: int | None = None, at: tuple[slice, slice] | None = None,
-    whole: Attributes | None = None,
-) -> Problem:  # fmt: skip
-    """Return the problem that a backend gets for the call, or for sample number `sample` with the (batch, seq) slices
-    `at`. `whole`: the attributes of all samples."""
-    shapes = q.shape, k.shape, q.device
-    if at is None and (held := call.problems.get(shapes)) is not None:
-        return held
-    attributes = call.attributes(q, k) if whole is None else whole
-    if at is None:
-        plan = call.plan(q.shape[1], k.shape[1])
-    else:
+def _each(call: Call, q: Tensor, k: Tensor) -> Iterator[tuple[Problem, tuple[slice, slice]]]:
+    """Yield the problem of each sample of a ragged call, and its (batch, seq) slices."""
+    attributes = call.attributes(q, k)
+    for sample, at in enumerate(call.samples(q.shape[1])):
         plan = call.plan(at[1].stop - at[1].start)
-        attributes = attributes.sample(*at)
+        yield _problem_of(call, q, plan, attributes.sample(*at), sample), at
+
+
+def _problem(call: Call, q: Tensor, k: Tensor) -> Problem:
+    """Return the problem of a call whose samples are all as long as q, made once if it depends on shapes alone."""
+    shapes = q.shape, k.shape, q.device
+    held = call.problems.get(shapes)
+    if held is None:
+        held = _problem_of(call, q, call.plan(q.shape[1], k.shape[1]), call.attributes(q, k))
+        if held.attributes.empty:
+            call.problems[shapes] = held
+    return held
+
+
+def _problem_of(call: Call, q: Tensor, plan: Plan, attributes: Attributes, sample: int | None = None) -> Problem:
     layouts = layouts_of(call, q, plan, sample)
-    problem = Problem(plan, call.backend_scores, attributes, layouts, bias=call.bias_source())
-    if at is None and attributes.empty:
-        call.problems[shapes] = problem
-    return problem
-
-
-def _is_cut(call: Call) -> bool:
-    """Return whether all samples of a padded batch share the plan of the longest: a shorter one sees what the longest
-    would, up to its end. With `compat` it would not, because keys are added at the end of a sample."""
-    return call.backend.skips_rows and call.lengths is not None and not call.layouts and call.branches.compat is None
-
-
-def _cut_problem(call: Call, q: Tensor, k: Tensor) -> Problem:
-    assert call.lengths is not None
-    lengths = call.lengths.to("cpu", torch.int64).contiguous()
-    return replace(_problem(call, q, k), lengths=lengths)
+    return Problem(plan, call.backend_scores, attributes, layouts, bias=call.bias_source())
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
@@ -228,8 +234,7 @@ def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[sli
     tokens = k.shape[0] * k.shape[1]
     key = ("packed", tokens, starts, lengths, call.branches, call.is_causal)
     plan = plan_cache.get(key, lambda: concatenate([call.plan(n) for n in lengths], list(starts), tokens))
-    attributes = call.attributes(q, k).packed(k.shape[0])
-    return Problem(plan, call.backend_scores, attributes, bias=call.bias_source())
+    return _problem_of(call, q, plan, call.attributes(q, k).packed(k.shape[0]))
 
 
 def layouts_of(

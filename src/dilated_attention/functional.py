@@ -21,6 +21,7 @@ from dilated_attention.call import (
     check_placed,
     in_tiles,
     layout_remedy,
+    near_keys,
     placed,
     starts_of,
 )
@@ -28,7 +29,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
 from dilated_attention.neighborhood import Neighborhood, Tiled
 from dilated_attention.parallel.over_mesh import refuse
-from dilated_attention.patterns import Offsets, dilated, parts_of_sum
+from dilated_attention.patterns import Offsets, Window, dilated, parts_of_sum
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
@@ -168,20 +169,31 @@ def attention(
 
 
 class _Part(NamedTuple):
-    """Hold the call of one part of a pattern. For a neighborhood it is over rows, tokens in another order (`tiled`)."""
+    """Hold the call of one part of a pattern: for a neighborhood over rows in another order (`tiled`), for a window
+    at positions over the keys that it shows (`near`)."""
 
     call: Call
-    tiled: Tiled | None
+    tiled: Tiled | None = None
+    near: slice | None = None
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, *, alone: bool) -> _Part:
-        if not isinstance(pattern, Neighborhood):
-            return cls(Call.remembered(q, k, v, pattern, options, alone=alone), None)
-        tiled, rows, options = in_tiles(q, k, v, pattern, options)
-        return cls(Call.remembered(*rows, tiled.layout, options, alone=alone), tiled)
+        if isinstance(pattern, Neighborhood):
+            tiled, rows, options = in_tiles(q, k, v, pattern, options)
+            return cls(Call.remembered(*rows, tiled.layout, options, alone=alone), tiled)
+        near = None
+        if type(pattern) is Window and placed(options):
+            near, options = near_keys(q, k, v, pattern, options)
+        if near is not None:
+            k = k[:, near]
+            v = v[:, near]
+        return cls(Call.remembered(q, k, v, pattern, options, alone=alone), near=near)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return out, and lse `(batch, seq, heads)`."""
+        if self.near is not None:
+            k = k[:, self.near]
+            v = v[:, self.near]
         if self.tiled is None:
             return operators.attend(q, k, v, self.call)
         rows = self.tiled.queries(q), self.tiled.keys(k), self.tiled.keys(v)
@@ -223,7 +235,7 @@ def _attend(parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, options: Option
             # A weight of 0 times NaN would be NaN, in the gradients too.
             k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
         if not _all_finite(q):
-            spoiled = _hidden_queries(q, key_padding_mask, calls[0].starts)[:, :, None] & ~q.isfinite().all(-1)
+            spoiled = _hidden_queries(q, key_padding_mask, starts_of(options))[:, :, None] & ~q.isfinite().all(-1)
             q = q.masked_fill(spoiled[..., None], 0.0)
     out, lse = parts[0].attend(q, k, v)
     for part in parts[1:]:

@@ -37,7 +37,8 @@ class Neighborhood(Term):
 
     Args:
         shape: the length of each axis.
-        window: how many keys a query sees along each axis. An even one reaches one key further back than ahead.
+        window: how many keys a query sees along each axis, one number for all axes or one per axis. An even one reaches
+            one key further back than ahead.
         rate: the distance between neighbouring keys (NATTEN's `dilation`), one for all axes or one per axis.
         stride: the window moves once in `stride` queries: a group of them has the window of its middle query, the later
             one of two (of its last query along a causal axis).
@@ -55,7 +56,7 @@ class Neighborhood(Term):
     """
 
     shape: tuple[int, ...]
-    window: tuple[int, ...]
+    window: int | tuple[int, ...]
     rate: int | tuple[int, ...] = field(default=1, kw_only=True)
     stride: int | tuple[int, ...] = field(default=1, kw_only=True)
     is_causal: bool | tuple[bool, ...] = field(default=False, kw_only=True)
@@ -66,14 +67,13 @@ class Neighborhood(Term):
         shape = checks.integers("shape", self.shape, "the lengths of one to three axes, positive integers", 1)
         if not 1 <= len(shape) <= _MOST_AXES:
             raise ValueError(f"shape must hold the lengths of one to three axes; got {self.shape}")
-        per_axis = f"positive integers, one per axis of shape={shape}"
-        window = checks.integers("window", self.window, per_axis, 1)
-        checked = {"shape": shape, "window": window}
-        for name in ("rate", "stride"):
+        checked = {"shape": shape}
+        for name in ("window", "rate", "stride"):
             given = getattr(self, name)
             if _is_one(given):
                 given = (checks.positive(name, given),) * len(shape)
-            checked[name] = checks.integers(name, given, f"one positive integer, or {per_axis}", 1)
+            wanted = f"one positive integer, or positive integers, one per axis of shape={shape}"
+            checked[name] = checks.integers(name, given, wanted, 1)
         causal = self.is_causal
         if _is_one(causal):
             causal = (causal,) * len(shape)  # type: ignore[assignment]
@@ -90,7 +90,7 @@ class Neighborhood(Term):
         for i, axis in enumerate(self.axes):
             if axis.window * axis.rate > axis.length:
                 raise ValueError(
-                    f"window={window}: along axis {i}, {axis.window} keys at rate {axis.rate} need "
+                    f"window={checked['window']}: along axis {i}, {axis.window} keys at rate {axis.rate} need "
                     f"{axis.window * axis.rate} tokens, and the grid has {axis.length}. Give a window of at most "
                     f"{axis.length // axis.rate} there, or a lower rate"
                 )

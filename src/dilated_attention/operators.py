@@ -83,7 +83,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 def _differentiated(*tensors: Tensor) -> bool:
     """Return whether a derivative with respect to some of these tensors may be computed, forward mode included, whose
     tangents the bare operator would silently drop."""
-    return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or in_forward_mode()
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return in_forward_mode()
 
 
 def _pack(call: Call) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from dilated_attention.execution import layouts_of
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import TRANSPORTS, Mesh, context_group, held_mesh, mesh_size
+from dilated_attention.neighborhood import tiled
 from dilated_attention.nn.positions import Tables
 from dilated_attention.nn.transformer import ShardDropout
 from dilated_attention.parallel import presence

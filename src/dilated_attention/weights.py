@@ -97,7 +97,7 @@ def attention_weights(
                 order = (in_rows.queries(token)[0] - 1, in_rows.keys(token)[0] - 1)  # -1: a row that was added
                 part = in_rows.layout
                 length = part.seq_len
-            branches = branched_factor(part, length).branches(kv_heads)
+            branches = branched_factor(part).branches(kv_heads)
             for whole in plan_of(branches, (0, length), None, is_causal).groups:
                 groups += [(part, order, group) for group in _narrow(whole)]
 

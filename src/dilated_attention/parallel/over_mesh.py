@@ -27,7 +27,7 @@ from dilated_attention.parallel import parts, traffic, transports
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
-from dilated_attention.plan import EVERY, Branches, Plan, StridedGroup, row_counts
+from dilated_attention.plan import EVERY, WHOLE, Branches, Plan, StridedGroup, row_counts
 from dilated_attention.torch_internals import group_named
 
 Transport = transports.Exchange | transports.Doubling | transports.Ring
@@ -127,10 +127,10 @@ class _Plan:
 
 
 def _in_words(branches: Branches) -> str:
-    """Return each branch as "segment length/rate", or a window as "low..high/rate"."""
+    """Return each branch as "segment length/rate", "all/rate" without segments, or a window as "low..high/rate"."""
     words = []
     for branch, (segment, rate) in enumerate(zip(branches.segment_lengths, branches.dilation_rates, strict=True)):
-        reach = str(segment)
+        reach = "all" if segment == WHOLE else str(segment)
         if branches.bands and branches.bands[branch] != EVERY:
             low, high = branches.bands[branch]
             reach = f"{low}..{high}"

@@ -332,7 +332,7 @@ def exchange_plan(
     shape = Shape(batch, num_heads, head_dim, dtype)
     plans = []
     for part in pattern.parts if isinstance(pattern, Sum) else (pattern,):
-        branches = branched_factor(part, seq_len).branches(kv_heads)
+        branches = branched_factor(part).branches(kv_heads)
         layouts: list[BlockLayout] = []
         if isinstance(part, BlockLayout):
             part.check(batch, seq_len, num_heads, kv_heads)

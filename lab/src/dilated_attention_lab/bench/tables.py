@@ -153,6 +153,8 @@ def describe(parameters: Mapping[str, Any]) -> str:
     if texts := parameters.get("texts"):
         padded = ", padded" if parameters["padded"] else ""
         words += [f"{texts} texts{padded}", parameters["dtype"]]
+    if mask := parameters.get("mask"):
+        words.append(mask)
     if parameters.get("is_causal"):
         words.append("causal")
     if (seed := parameters.get("seed")) is not None:
