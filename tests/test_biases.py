@@ -12,11 +12,22 @@ import torch
 from torch import Tensor
 
 from conformance import magnitudes
-from dilated_attention import BackendError, BlockLayout, Dilated, UnsupportedError, Window, attention, explain
+from dilated_attention import (
+    BackendError,
+    BlockLayout,
+    Dilated,
+    Neighborhood,
+    UnsupportedError,
+    Window,
+    attention,
+    explain,
+)
 from dilated_attention.backends import cpu, native, reference
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.table import BACKENDS
 from dilated_attention.bias import Alibi, QueryBias, RelativeBias
+from dilated_attention.scores import Scores
+from test_neighborhood import seen_on
 from tolerances import excess
 
 CPU = torch.device("cpu")
@@ -146,6 +157,49 @@ def pattern_of(rng: random.Random, seq_len: int, heads: int, kv_heads: int, size
     return layout(seq_len) if kind == "layout" else window + layout(seq_len)
 
 
+def definition(
+    given: tuple[Tensor, ...], bias: Any, positions: tuple[Tensor, Tensor], counts: Tensor, scores: Scores,
+    cotangents: list[Tensor], **others: Any,
+) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
+    """Return out, lse and the gradients of q, k, v and the bias's tensor, which are given, in float64; and for each the
+    size of its terms.
+
+    Args:
+        positions: of each query, and of each key.
+        counts: how often the pattern shows a key to a query, per query head.
+        cotangents: of out and of lse.
+    """
+    wide = [x.detach().double().requires_grad_() for x in given]
+    q, k, v, tensor = wide
+    batch, _, heads, _ = q.shape
+    repeated = [x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v)]
+    added = dense(bias, tensor, batch, heads, *positions)
+    out, lse = reference.attend(q, *repeated, counts, scores, bias=added, **others)
+    lse = lse.transpose(1, 2)
+    d_lse = cotangents[1].masked_fill(lse == -torch.inf, 0.0)
+    loss = (out * cotangents[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * d_lse).sum()
+    found = [out, lse, *torch.autograd.grad(loss, wide)]
+
+    numbers = {"scale": scores.scale, "softcap": scores.softcap, "dropout_p": scores.dropout_p}
+    sizes = magnitudes(
+        q.detach(), *[x.detach() for x in repeated], counts, cotangents[0], d_lse, **numbers, **others,
+        bias=added.detach(),
+    )  # fmt: skip
+    for x in ("dk", "dv"):
+        sizes[x] = sizes[x].unflatten(2, (k.shape[2], -1)).sum(3)
+    entries = dense(bias, tensor, batch, heads, *positions)
+    sizes["bias"] = torch.autograd.grad((entries * sizes["bias"]).sum(), tensor)[0].abs()
+    return found, sizes
+
+
+def compare(
+    found: list[Tensor], expected: list[Tensor], sizes: dict[str, Tensor], dtype: torch.dtype, *described: Any
+) -> None:
+    names = ("out", "lse", "dq", "dk", "dv", "bias")
+    errors = {x: excess(a, b, sizes[x], dtype) for x, a, b in zip(names, found, expected, strict=True)}
+    assert all(x <= 1 for x in errors.values()), (*described, errors)
+
+
 def check(seed: int, dtype: torch.dtype) -> None:
     """Make a random call, and compare out, lse and all gradients of each backend with the definition."""
     rng = random.Random(seed)
@@ -202,33 +256,12 @@ def check(seed: int, dtype: torch.dtype) -> None:
     shown: Any = 0
     for (_, _, _, some, _), _ in counts:
         shown = shown + some.repeat_interleave(heads // some.shape[-3], -3)
-    kv_heads = heads
     del others["bias"]
     cotangents = [torch.randn(x, generator=generator, dtype=torch.float64) for x in (
         (batch, queries, heads, shapes[2][3]), (batch, heads, queries))]  # fmt: skip
 
-    def definition() -> tuple[list[Tensor], dict[str, Tensor]]:
-        wide = [x.detach().double().requires_grad_() for x in (q, k, v, tensor)]
-        positions = torch.arange(queries) + starts[0], torch.arange(keys) + starts[1]
-        added = dense(bias, wide[3], batch, heads, *positions)
-        repeated = [x.repeat_interleave(kv_heads // x.shape[2], 2) for x in wide[1:3]]
-        out, lse = attend(wide[0], *repeated, shown, scores, bias=added, **others)
-        lse = lse.transpose(1, 2)
-        loss = (out * cotangents[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * cotangents[1]).sum()
-        found = [out, lse, *torch.autograd.grad(loss, wide)]
-        d_lse = cotangents[1].masked_fill(lse == -torch.inf, 0.0)
-        wide_scores = {"scale": scores.scale, "softcap": scores.softcap, "dropout_p": scores.dropout_p}
-        sizes = magnitudes(
-            wide[0].detach(), *[x.detach() for x in repeated], shown, cotangents[0], d_lse, **wide_scores, **others,
-            bias=added.detach(),
-        )  # fmt: skip
-        for x in ("dk", "dv"):
-            sizes[x] = sizes[x].unflatten(2, (k.shape[2], -1)).sum(3)
-        entries = dense(bias, wide[3], batch, heads, *positions)
-        sizes["bias"] = torch.autograd.grad((entries * sizes["bias"]).sum(), wide[3])[0].abs()
-        return found, sizes
-
-    expected, sizes = definition()
+    positions = torch.arange(queries) + starts[0], torch.arange(keys) + starts[1]
+    expected, sizes = definition((q, k, v, tensor), bias, positions, shown, scores, cotangents, **others)
     needs = ["softcap"] if options["softcap"] else []
     if name == "plane":
         needs.append("a table over coordinates")
@@ -240,11 +273,7 @@ def check(seed: int, dtype: torch.dtype) -> None:
             given = cotangents[1].to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
             loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * given).sum()
             found = [out, lse, *torch.autograd.grad(loss, (q, k, v, tensor))]
-        names = ("out", "lse", "dq", "dk", "dv", "bias")
-        errors = {
-            x: excess(a, b, sizes[x], dtype) for x, a, b in zip(names, found, expected, strict=True)
-        }  # fmt: skip
-        assert all(x <= 1 for x in errors.values()), (backend, name, pattern, options, errors)
+        compare(found, expected, sizes, dtype, backend, name, pattern, options)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -271,6 +300,35 @@ def test_random_calls_of_lower_instruction_sets(seed: int, level: int, monkeypat
 def test_many_random_calls(block: int):
     for seed in range(2000 + 300 * block, 2300 + 300 * block):
         check(seed, (torch.float64, torch.float32, torch.bfloat16)[seed % 3])
+
+
+# ---- neighborhoods, whose rows are tokens in another order
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_neighborhoods(name: str, dtype: torch.dtype):
+    pattern = Neighborhood((6, 7), (3, 2), rate=(1, 2), leading=2)
+    tokens = pattern.seq_len
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, tokens, heads, 8) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(x, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for x in shapes)
+    bias, tensor = make(name, q, tokens, tokens, random.Random(4))
+    cotangents = [torch.randn(x, generator=generator, dtype=torch.float64) for x in (shapes[0], (2, 4, tokens))]
+    positions = torch.arange(tokens), torch.arange(tokens)
+    shown = seen_on(pattern.axes, 2).int().expand(1, 4, -1, -1)
+    expected, sizes = definition((q, k, v, tensor), bias, positions, shown, Scores(8**-0.5), cotangents)
+
+    needs = ["a block layout"]
+    if name not in ("alibi", *METRICS):
+        needs.append("a bias of tokens in another order")
+    backends = served(dtype, *needs)
+    assert {"native", "reference"} <= set(backends)
+    for backend in backends:
+        out, lse = attention(q, k, v, pattern, bias=bias, backend=backend, return_lse=True)
+        loss = (out * cotangents[0].to(dtype)).sum() + (lse * cotangents[1].to(lse.dtype)).sum()
+        found = [out, lse, *torch.autograd.grad(loss, (q, k, v, tensor))]
+        compare(found, expected, sizes, dtype, backend)
 
 
 # ---- what is no random call

@@ -67,6 +67,19 @@ def compare(ours: nn.Module, theirs: nn.Module, inputs: tuple[Tensor, ...], caus
         assert (ours_grad - theirs_grad).norm() <= 1e-12 * max(1.0, theirs_grad.norm().item())
 
 
+def test_a_bias_is_a_floating_mask_of_pytorch():
+    ours, theirs = twins(24, 3)
+    x = torch.randn(2, 17, 24, **F64)
+    results = []
+    for module, name, shape in ((theirs, "attn_mask", (6, 17, 17)), (ours, "bias", (2, 3, 17, 17))):
+        bias = torch.linspace(-1, 1, 6 * 17 * 17, **F64).view(shape).requires_grad_()
+        out, _ = module(x, x, x, need_weights=False, **{name: bias})
+        out.sin().sum().backward()
+        results.append((out, bias.grad.flatten()))
+    for expected, actual in zip(*results, strict=True):
+        same(actual, expected)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("layout", ["batch_first", "seq_first", "unbatched"])

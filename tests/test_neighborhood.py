@@ -349,7 +349,7 @@ def test_compiled_and_exported(compiling_python):
         compiled(q, k, v)
         assert plan_cache.info().misses == before.misses
 
-        layer = NeighborhoodAttention2D(16, 2, 3, dilation=2)
+        layer = NeighborhoodAttention2D(16, 2, 3, dilation=2, rel_pos_bias=True)
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         for shape in ((2, 6, 7, 16), (3, 6, 7, 16), (2, 9, 8, 16)):
             x = torch.randn(shape)
@@ -428,7 +428,6 @@ def test_bad_arguments(shape, window, options, message):
         ({"is_causal": True}, "leave is_causal out and give Neighborhood"),
         ({"lengths": [44, 30]}, "lengths with a Neighborhood is not supported; every sample must be a whole grid"),
         ({"q_start": 0}, "a Neighborhood with q_start or k_start is not supported"),
-        ({"bias": torch.zeros(1, 1, 44, 44)}, "bias with a Neighborhood is not supported"),
     ],
 )
 def test_refused_options(options, message):
@@ -491,6 +490,52 @@ def test_modules_project_and_attend(layer, shape):
     torch.testing.assert_close(layer(x), layer.proj(expected.reshape(shape)))
 
 
+def natten_first_entry(query: int, axis: Axis) -> int:
+    """Return the entry of NATTEN's table, along an axis, for the first key that a query sees: `get_pb_start` of its
+    releases 0.15 to 0.17, for odd windows."""
+    half = axis.window // 2
+    if query - half * axis.rate < 0:
+        return axis.window - 1 - query // axis.rate
+    if query + half * axis.rate >= axis.length:
+        return (axis.length - query - 1) // axis.rate
+    return half
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (NeighborhoodAttention1D(16, 2, 5, dilation=2, rel_pos_bias=True), (2, 13, 16)),
+        (NeighborhoodAttention2D(16, 2, (3, 5), dilation=(2, 1), rel_pos_bias=True), (2, 7, 6, 16)),
+        (NeighborhoodAttention3D(16, 2, 3, rel_pos_bias=True), (1, 3, 4, 3, 16)),
+    ],
+)
+def test_modules_have_the_bias_of_natten(layer, shape):
+    x = torch.randn(shape)
+    axes = layer.pattern(shape[1:-1]).axes
+    grid = list(itertools.product(*[range(axis.length) for axis in axes]))
+    index = torch.full((len(axes), len(grid), len(grid)), -1)
+    for i, query in enumerate(grid):
+        seen = [seen_along(axis, at) for axis, at in zip(axes, query, strict=True)]
+        first = [natten_first_entry(at, axis) for axis, at in zip(axes, query, strict=True)]
+        for steps in itertools.product(*[range(axis.window) for axis in axes]):
+            key = tuple(keys[step] for keys, step in zip(seen, steps, strict=True))
+            index[:, i, grid.index(key)] = torch.tensor(first) + torch.tensor(steps)
+    torch.nn.init.normal_(layer.rpb)
+    assert layer.rpb.shape == (2, *[2 * axis.window - 1 for axis in axes])
+
+    bias = torch.stack([table[tuple(index.clamp(0))] for table in layer.rpb])
+    q, k, v = layer.qkv(x).reshape(shape[0], -1, 3, 2, 8).unbind(2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5 + bias
+    weights = scores.masked_fill(index[0] < 0, -torch.inf).softmax(-1)
+    expected = layer.proj(torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(shape))
+    out = layer(x)
+    torch.testing.assert_close(out, expected)
+    parameters = list(layer.parameters())
+    found, wanted = (torch.autograd.grad(y.sin().sum(), parameters) for y in (out, expected))
+    for actual, gradient in zip(found, wanted, strict=True):
+        assert relative_error(actual, gradient) < TOLERANCE[torch.float32]
+
+
 def test_modules_have_the_names_of_natten():
     layer = NeighborhoodAttention2D(
         embed_dim=16, num_heads=2, kernel_size=3, stride=1, dilation=1, is_causal=False, qkv_bias=True, qk_scale=None,
@@ -499,6 +544,11 @@ def test_modules_have_the_names_of_natten():
     names = {"qkv.weight": (48, 16), "qkv.bias": (48,), "proj.weight": (16, 16), "proj.bias": (16,)}
     assert {name: tuple(x.shape) for name, x in layer.state_dict().items()} == names
     assert "kernel_size=3" in repr(layer)
+    learned = NeighborhoodAttention(16, 2, (3, 5), rel_pos_bias=True)
+    assert {name: tuple(x.shape) for name, x in learned.state_dict().items()} == {"rpb": (2, 5, 9), **names}
+    assert 0 < learned.rpb.std() < 0.1
+    strided = NeighborhoodAttention2D(16, 2, 4, stride=3, is_causal=(True, False), rel_pos_bias=True)
+    assert strided(torch.randn(1, 5, 6, 16)).shape == (1, 5, 6, 16)
 
 
 def test_modules_refuse():
@@ -516,3 +566,7 @@ def test_modules_refuse():
         NeighborhoodAttention2D(16, 2, 2.5)
     with pytest.raises(ValueError, match="multiple of num_heads"):
         NeighborhoodAttention2D(16, 3, 3)
+    with pytest.raises(ValueError, match="rel_pos_bias must be a bool"):
+        NeighborhoodAttention2D(16, 2, 3, rel_pos_bias=1)
+    with pytest.raises(ValueError, match="leaves the number of axes open; give one number per axis"):
+        NeighborhoodAttention(16, 2, 3, rel_pos_bias=True)

@@ -73,6 +73,8 @@ from dilated_attention.nn import (
     DilatedAttention,
     MultiheadDilatedAttention,
     NativeSparseAttention,
+    NeighborhoodAttention,
+    NeighborhoodAttention2D,
     SelectionCache,
 )
 from dilated_attention.patterns import Sum
@@ -1029,16 +1031,15 @@ def _(told):
     same(attention(*grids, GRID), oracle(*grids, GRID))
 
 
-@remedy("give BlockLayout.from_mask of the pairs, with block_size=1")
+@remedy("leaves the number of axes open; give one number per axis")
 def _(told):
-    q, k, v = tensors()
-    bias = torch.randn(1, 4, 16, 16)
     with told():
-        attention(q, k, v, GRID, bias=bias)
-    seen = attention_weights(q, k, GRID).to_dense()[0, 0] > 0
-    layout = BlockLayout.from_mask(seen, block_size=1)
-    same(attention(q, k, v, layout), oracle(q, k, v, GRID))
-    same(attention(q, k, v, layout, bias=bias, backend="native"), oracle(q, k, v, layout, bias=bias))
+        NeighborhoodAttention(16, 2, 3, rel_pos_bias=True)
+    x = torch.randn(1, 4, 4, 16)
+    layer = NeighborhoodAttention(16, 2, (3, 3), rel_pos_bias=True)
+    by_axes = NeighborhoodAttention2D(16, 2, 3, rel_pos_bias=True)
+    by_axes.load_state_dict(layer.state_dict())
+    same(by_axes(x), layer(x))
 
 
 @remedy("keep each sample on one rank", ON_TWO_RANKS)
@@ -1195,16 +1196,28 @@ def _(told, one_rank):
     same(ours(x, x, x, need_weights=False)[0], theirs(x, x, x)[0])
 
 
-@remedy("need_weights=True with lengths or cu_seqlens is not supported; pass False")
+@remedy("need_weights=True with lengths, cu_seqlens or bias is not supported; pass False")
 def _(told):
     theirs, ours = theirs_and_ours()
     x, lengths = torch.randn(2, 12, 16), torch.tensor([12, 5])
     with told():
         ours(x, x, x, need_weights=True, lengths=lengths)
+    with told():
+        ours(x, x, x, need_weights=True, bias=Alibi(torch.rand(2)))
     found, _ = ours(x, x, x, need_weights=False, lengths=lengths)
     for sample, length in zip(range(2), lengths, strict=True):
         own = x[sample : sample + 1, :length]
         same(found[sample : sample + 1, :length], theirs(own, own, own)[0])
+
+
+@remedy("a floating mask may hold 0 and -inf only; give other numbers as bias=")
+def _(told):
+    theirs, ours = theirs_and_ours()
+    x = torch.randn(2, 12, 16)
+    mask = torch.randn(12, 12)
+    with told():
+        ours(x, x, x, attn_mask=mask)
+    same(ours(x, x, x, bias=mask[None, None])[0], theirs(x, x, x, attn_mask=mask)[0])
 
 
 @remedy("pad ragged samples and pass key_padding_mask (in nn.TransformerEncoder: enable_nested_tensor=False)")

@@ -49,12 +49,36 @@ class Normal(NamedTuple):
             `(batch or 1, queries, heads, extent)`, or a tensor by pair.
         coordinates: `(batch or 1, positions, axes)`, or None: positions count.
         buckets: the column of the table for each difference, or None: the columns are differences.
+        query_tokens, key_tokens: the token of each row of q and of k, `(rows,)`, if the rows are tokens in another
+            order (`reordered`); else None.
     """
 
     form: int
     tensor: Tensor
     coordinates: Tensor | None = None
     buckets: Tensor | None = None
+    query_tokens: Tensor | None = None
+    key_tokens: Tensor | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Return the names of what a backend must be able to do for this bias (`Facts.needs`)."""
+        name = FORMS[self.form]
+        if name == "relative in space":
+            return ("a table over coordinates",)
+        if self.query_tokens is not None and name not in METRICS:
+            return ("a bias of tokens in another order",)
+        return ()
+
+    def reordered(self, query_tokens: Tensor, key_tokens: Tensor, seq_len: int) -> Normal:
+        """Return this bias of `seq_len` tokens for rows of q and k that are tokens in another order: the token of each
+        row is given."""
+        bias = self._replace(query_tokens=query_tokens, key_tokens=key_tokens)
+        if FORMS[self.form] != "alibi":
+            return bias
+        # The kernels of the cpu backend take "alibi" from the numbers of rows, and distances from coordinates.
+        positions = torch.arange(seq_len, device=key_tokens.device)
+        return bias._replace(form=FORMS.index("manhattan"), coordinates=positions[None, :, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,12 +207,12 @@ class QueryBias:
 
 
 def normal(given: Any, q: Tensor, k: Tensor, starts: tuple[int, int], placed: bool) -> Normal | None:
-    """Check a bias against q and k, and return it in normal form; None if none is given.
+    """Check a bias against q and k, and return it in normal form; None if none is given. A normal form was checked.
 
     `starts`, `placed`: the positions of the first query and of the first key, and whether they were given.
     """
-    if given is None:
-        return None
+    if given is None or isinstance(given, Normal):
+        return given
     reach = max(starts[0] + q.shape[1], starts[1] + k.shape[1])
     if isinstance(given, (Alibi, RelativeBias, QueryBias)):
         return given.normal(q, k, reach, placed)
@@ -258,25 +282,27 @@ def places(form: int, tensor: Tensor, rows: Int[Tensor, " queries"], heads: int)
 
 
 def attributes(
-    bias: Normal, rows: Tensor, heads: int, columns: Tensor, starts: tuple[int, int]
+    bias: Normal, heads: int, rows: Tensor, columns: Tensor, starts: tuple[int, int]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return what is read per token of q and of k (`backends.attributes`).
 
         queries["places"]                       int64 (batch or 1, rows, heads): see `places`
-        queries["where"], keys["where"]         (batch or 1, rows, 1, axes): coordinates or positions; for a tensor by
-                                                pair the number of its row or column
+        queries["where"], keys["where"]         (batch or 1, rows, 1 or KV heads, axes): coordinates or positions; for a
+                                                tensor by pair the number of its row or column
 
     Args:
-        rows, columns: the number of each row of q and of k in the call; heads: the query heads.
+        heads: the query heads.
+        rows, columns: the number of each row of q, `(rows,)`, and of k, `(rows, 1 or KV heads)`, in the call.
+        starts: the positions of the rows of q and of k that have number 0.
     """
     of_queries = {"places": places(bias.form, bias.tensor, rows, heads)}
+    queries = rows[:, None] + starts[0]
+    keys = columns + starts[1]
     if bias.coordinates is not None:
-        of_queries["where"] = bias.coordinates[:, rows + starts[0], None]
-        return of_queries, {"where": bias.coordinates[:, columns + starts[1], None]}
+        return {**of_queries, "where": bias.coordinates[:, queries]}, {"where": bias.coordinates[:, keys]}
     if FORMS[bias.form] == "by pair":
-        starts = (0, 0)
-    of_queries["where"] = (rows + starts[0])[None, :, None, None]
-    return of_queries, {"where": (columns + starts[1])[None, :, None, None]}
+        keys = columns
+    return {**of_queries, "where": queries[None, ..., None]}, {"where": keys[None, ..., None]}
 
 
 class Added(NamedTuple):

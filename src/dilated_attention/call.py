@@ -110,7 +110,8 @@ class Call:
         lengths, cu_seqlens: where samples end. Over a mesh, `shards` has the edges of packed samples.
         first_head: global index of the first query head.
         seed: the seed of dropout, drawn when the call runs; None without dropout.
-        bias, coordinates, buckets: the tensors of a bias, as in `bias.Normal`; the scores name its form.
+        bias, coordinates, buckets, query_tokens, key_tokens: the tensors of a bias, as in `bias.Normal`; the scores
+            name its form.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts, placed: the positions of the first query and of the first key, and whether they were given.
         problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
@@ -135,6 +136,8 @@ class Call:
     bias: Tensor | None = None
     coordinates: Tensor | None = None
     buckets: Tensor | None = None
+    query_tokens: Tensor | None = None
+    key_tokens: Tensor | None = None
     problems: dict[Hashable, Problem] = field(init=False, default_factory=dict)
     repeats: dict[Hashable, Repeat | None] | None = field(init=False, default=None)
     key: Hashable = field(init=False, default=None)
@@ -238,13 +241,17 @@ class Call:
             compat = getattr(pattern, "compat", None)
             _refuse("with a bias", ("compat", compat is not None, "leave compat out"))
         branches = branched_factor(pattern).branches(k.shape[2], head_offset)
+        needs = scores.needs if bias is None else (*scores.needs, *bias.needs)
         call = cls(
-            branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, scores, over_ranks)),
+            branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, needs, over_ranks)),
             is_causal=options["is_causal"], scores=scores, first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
             starts=starts, placed=placed(options),
         )  # fmt: skip
         if bias is not None:
-            call = replace(call, bias=bias.tensor, coordinates=bias.coordinates, buckets=bias.buckets)
+            call = replace(
+                call, bias=bias.tensor, coordinates=bias.coordinates, buckets=bias.buckets,
+                query_tokens=bias.query_tokens, key_tokens=bias.key_tokens,
+            )  # fmt: skip
         return call, seq_len
 
     def _with_tensors(self, q: Tensor, k: Tensor, options: Options) -> Call:
@@ -330,8 +337,11 @@ class Call:
         )
         if self.bias is None:
             return found
+        if self.query_tokens is not None and self.key_tokens is not None:
+            rows = self.query_tokens
+            columns = self.key_tokens
         bias = biases.Normal(int(self.scores.bias), self.bias, self.coordinates)
-        of_queries, of_keys = biases.attributes(bias, rows, q.shape[2], columns, self.starts)
+        of_queries, of_keys = biases.attributes(bias, q.shape[2], rows, columns[:, None], self.starts)
         return Attributes({**found.queries, **of_queries}, {**found.keys, **of_keys})
 
     def bias_source(self) -> biases.Source | None:
@@ -603,18 +613,21 @@ def in_tiles(
         ("lengths", options["lengths"] is not None, "every sample must be a whole grid: leave lengths out"),
         ("cu_seqlens", options["cu_seqlens"] is not None, "every sample must be a whole grid: give grids as a batch"),
         ("mesh", options["mesh"] is not None and mesh_size(options["mesh"]) > 1, "keep each sample on one rank"),
-        ("bias", options["bias"] is not None, "give BlockLayout.from_mask of the pairs, with block_size=1"),
     )
     pattern.check_length(q.shape[1])
     pattern.refuse_causal(options["is_causal"])
     checks.mask(k, options["key_padding_mask"])
     _sequence_length(q, options["seq_len"], None, options["transport"])
+    bias = biases.normal(options["bias"], q, k, (0, 0), False)
     found = tiled(pattern)
     hidden = options["key_padding_mask"]
     if hidden is not None:
         hidden = found.keys(hidden)
+    if bias is not None:
+        tokens = torch.arange(q.shape[1], device=q.device)[None]
+        bias = bias.reordered(found.queries(tokens)[0], found.keys(tokens)[0], q.shape[1])
     ordered = (found.empty(q), found.empty(k), found.empty(v))
-    return found, ordered, {**options, "seq_len": None, "key_padding_mask": hidden}
+    return found, ordered, {**options, "seq_len": None, "key_padding_mask": hidden, "bias": bias}
 
 
 def _refuse(where: str, *cases: tuple[str, Any, str]) -> None:
@@ -664,16 +677,16 @@ def layout_remedy(given: Any) -> str:
 
 
 def _facts(
-    q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: Options, scores: Scores, over_ranks: bool
-) -> Facts:
+    q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: Options, needs: tuple[str, ...],
+    over_ranks: bool,
+) -> Facts:  # fmt: skip
     """Return what the choice of a backend depends on."""
     asked = (
         ("key_padding_mask", options["key_padding_mask"] is not None),
         ("a block layout", isinstance(pattern, (BlockLayout, Product))),
         ("a window", branches.bands),
-        ("a table over coordinates", scores.bias == biases.FORMS.index("relative in space")),
     )
-    needs = (*scores.needs, *[name for name, is_asked in asked if is_asked])
+    needs = (*needs, *[name for name, is_asked in asked if is_asked])
     pairs = list(zip(branches.segment_lengths, branches.dilation_rates, strict=True))
     if branches.bands:
         # A window with two bounds limits the keys. Causality does not, and leading tokens do not count.

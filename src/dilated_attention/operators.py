@@ -37,7 +37,9 @@ from dilated_attention.torch_internals import (
 )
 
 _CALL = "SymInt[] numbers, float[] scores, str[] words, Tensor[] layouts, Tensor?[] attached"
-ATTACHED = ("lengths", "cu_seqlens", "key_padding_mask", "seed", "coordinates", "buckets")
+ATTACHED = (
+    "lengths", "cu_seqlens", "key_padding_mask", "seed", "coordinates", "buckets", "query_tokens", "key_tokens",
+)  # fmt: skip
 """The fields of a `Call` that are tensors without a gradient or None, in the order in which the operators take them."""
 
 torch.library.define("dilated_attention::forward", f"(Tensor q, Tensor k, Tensor v, Tensor? bias, {_CALL}) -> Tensor[]")
@@ -426,9 +428,9 @@ def _folded(name: str, x: Tensor | None, dim: int | None, size: int, batch: int)
         return None
     if name == "cu_seqlens":
         raise UnsupportedError("cu_seqlens under torch.func.vmap: samples are packed one after another already")
-    if name == "buckets":
+    if name in ("buckets", "query_tokens", "key_tokens"):
         if dim is not None:
-            raise UnsupportedError("buckets of a bias are mapped by torch.func.vmap: they must be shared")
+            raise UnsupportedError(f"{name} of a bias are mapped by torch.func.vmap: they must be shared")
         return x
     if name == "seed":
         if dim is None:  # pairs are chosen by their place in the batch, which folding changes

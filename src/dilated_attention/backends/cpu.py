@@ -53,8 +53,11 @@ def refusal(facts: Facts) -> str | None:
     why = missing()
     if why is not None:
         return why
-    if "a table over coordinates" in facts.needs or {"bias", "softcap"} <= set(facts.needs):
-        return "the kernels add no table over coordinates, and no bias under a softcap; native does"
+    needs = set(facts.needs)
+    if {"bias", "softcap"} <= needs:
+        return "the kernels add no bias under a softcap; native does"
+    if needs & {"a table over coordinates", "a bias of tokens in another order"}:
+        return "the kernels add no table over coordinates, and to a neighborhood only a distance; native does"
     return tiles.refusal(facts, MAX_HEAD_DIM)
 
 

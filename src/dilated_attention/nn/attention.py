@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dilated_attention import checks
 from dilated_attention.backends.table import check_name
+from dilated_attention.bias import Alibi, QueryBias, RelativeBias
 from dilated_attention.call import Pattern
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
@@ -30,7 +31,7 @@ class DilatedAttention(nn.Module):
     """Run `attention` as a module that holds its pattern and options. It has no parameters.
 
     forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q;
-    (out, lse) with return_lse. It also takes is_causal, lengths, cu_seqlens, key_padding_mask and seq_len, as
+    (out, lse) with return_lse. It also takes is_causal, lengths, cu_seqlens, key_padding_mask, seq_len and bias, as
     `attention` does. Attention dropout acts in training only. A block layout follows q to its device.
 
     Args:
@@ -121,6 +122,7 @@ class DilatedAttention(nn.Module):
         key_padding_mask: Bool[Tensor, "batch seq"] | None = None,
         return_lse: bool = False,
         seq_len: int | None = None,
+        bias: Alibi | RelativeBias | QueryBias | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         if seq_len is None:
             seq_len = self.seq_len
@@ -134,7 +136,7 @@ class DilatedAttention(nn.Module):
         return attention(
             q, k, v, self.pattern_of(whole, is_ragged), is_causal=is_causal, scale=self.scale, dropout_p=dropout,
             lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, return_lse=return_lse,
-            backend=self.backend, mesh=self.mesh, seq_len=seq_len, transport=transport, layer=self.layer,
+            backend=self.backend, mesh=self.mesh, seq_len=seq_len, transport=transport, layer=self.layer, bias=bias,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -342,6 +344,7 @@ class MultiheadDilatedAttention(nn.Module):
         lengths: Int[Tensor, " batch"] | None = None,
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
+        bias: Alibi | RelativeBias | QueryBias | Tensor | None = None,
     ) -> tuple[Float[Tensor, "*batch_and_seq embed_dim"], Tensor | None]:
         """Return (out, weights or None).
 
@@ -354,10 +357,11 @@ class MultiheadDilatedAttention(nn.Module):
                 no batch dim if query has none.
             lengths, cu_seqlens: the samples of a padded or packed batch, as in `attention`; not with need_weights.
             seq_len: over a mesh, the global length; default: equal shards.
+            bias: added to the scores, as in `attention`; not with need_weights.
         """
         self._check(query, key, value, need_weights)
-        if need_weights and not (lengths is None and cu_seqlens is None):
-            raise UnsupportedError("need_weights=True with lengths or cu_seqlens is not supported; pass False")
+        if need_weights and not (lengths is None and cu_seqlens is None and bias is None):
+            raise UnsupportedError("need_weights=True with lengths, cu_seqlens or bias is not supported; pass False")
         batched = query.dim() == 3
         rows = self._project(query, key, value)
         if not batched:
@@ -381,8 +385,8 @@ class MultiheadDilatedAttention(nn.Module):
             if not batched:
                 mask = mask[None]
 
-        ragged = {"lengths": lengths, "cu_seqlens": cu_seqlens}
-        out = self.attention(q, k, v, is_causal, **ragged, key_padding_mask=mask, seq_len=seq_len).flatten(-2)
+        options: Any = {"lengths": lengths, "cu_seqlens": cu_seqlens, "seq_len": seq_len, "bias": bias}
+        out = self.attention(q, k, v, is_causal, key_padding_mask=mask, **options).flatten(-2)
         if not batched:
             out = out[0]
         elif not self.batch_first:
@@ -474,7 +478,7 @@ def _boolean(name: str, mask: Tensor) -> Tensor:
         return mask
     ignored = mask == -torch.inf
     _require(
-        (ignored | (mask == 0)).all(), f"{name}: a floating mask may hold 0 and -inf only; no bias is added to scores"
+        (ignored | (mask == 0)).all(), f"{name}: a floating mask may hold 0 and -inf only; give other numbers as bias="
     )
     return ignored
 
