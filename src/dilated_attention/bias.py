@@ -38,6 +38,8 @@ FORMS = ("none", *DISTANCES, "relative", "relative in space", "by query", "by pa
 """The names of the forms. `Scores.bias` is an index of this tuple."""
 BY_DIFFERENCE = ("alibi", "relative")
 """The forms that depend on the difference of positions alone."""
+BY_QUERY = ("by query", "by pair")
+"""The forms whose tensor has rows by query."""
 
 
 class Normal(NamedTuple):
@@ -115,7 +117,7 @@ class Alibi:
             raise ValueError(f"metric must be one of {METRICS}; got {self.metric!r}")
         _check_coordinates(self.coordinates)
 
-    def normal(self, q: Tensor, k: Tensor, reach: int, placed: bool) -> Normal:
+    def normal(self, q: Tensor, reach: int, placed: bool) -> Normal:
         _check_heads("slopes", self.slopes, q)
         _check_reach(self.coordinates, q, reach, placed)
         name = "alibi" if self.coordinates is None else self.metric
@@ -168,7 +170,7 @@ class RelativeBias:
                 f"extent; got {tuple(sizes)}"
             )
 
-    def normal(self, q: Tensor, k: Tensor, reach: int, placed: bool) -> Normal:
+    def normal(self, q: Tensor, reach: int, placed: bool) -> Normal:
         _check_heads("table", self.table, q)
         _check_reach(self.coordinates, q, reach, placed)
         if self.buckets is not None and self.buckets.device != q.device:
@@ -201,21 +203,25 @@ class QueryBias:
         if self.logits.shape[3] == 0:
             raise ValueError(f"logits must have an extent of at least 1; got {_described(self.logits)}")
 
-    def normal(self, q: Tensor, k: Tensor, reach: int, placed: bool) -> Normal:
+    def normal(self, q: Tensor, reach: int, placed: bool) -> Normal:
         _check_shape("logits", self.logits, q, ((1, q.shape[0]), (q.shape[1],), (q.shape[2],), None))
         return Normal(FORMS.index("by query"), self.logits)
 
 
-def normal(given: Any, q: Tensor, k: Tensor, starts: tuple[int, int], placed: bool) -> Normal | None:
+def normal(
+    given: Any, q: Tensor, k: Tensor, keys: int, starts: tuple[int, int] = (0, 0), placed: bool = False
+) -> Normal | None:
     """Check a bias against q and k, and return it in normal form; None if none is given. A normal form was checked.
 
-    `starts`, `placed`: the positions of the first query and of the first key, and whether they were given.
+    Args:
+        keys: the number of keys that queries may see: over a mesh, of all ranks.
+        starts, placed: the positions of the first query and of the first key, and whether they were given.
     """
     if given is None or isinstance(given, Normal):
         return given
     reach = max(starts[0] + q.shape[1], starts[1] + k.shape[1])
     if isinstance(given, (Alibi, RelativeBias, QueryBias)):
-        return given.normal(q, k, reach, placed)
+        return given.normal(q, reach, placed)
     if not isinstance(given, Tensor):
         raise ValueError(
             "bias must be an Alibi, a RelativeBias or a QueryBias of dilated_attention.bias, or a tensor (batch or 1, "
@@ -227,7 +233,7 @@ def normal(given: Any, q: Tensor, k: Tensor, starts: tuple[int, int], placed: bo
             "mask, block_size=1)"
         )
     _check_floating("bias", given, 4, "(batch or 1, heads or 1, queries, keys)")
-    _check_shape("bias", given, q, ((1, q.shape[0]), (1, q.shape[2]), (q.shape[1],), (k.shape[1],)))
+    _check_shape("bias", given, q, ((1, q.shape[0]), (1, q.shape[2]), (q.shape[1],), (keys,)))
     return Normal(FORMS.index("by pair"), given)
 
 
@@ -253,10 +259,18 @@ class Source:
         """Return this source with sums of 0: float64 where many queries read an entry, and float32 at least."""
         tensor = self.tensor
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        if FORMS[self.form] not in ("by query", "by pair") and tensor.device.type != "mps":
+        if FORMS[self.form] not in BY_QUERY and tensor.device.type != "mps":
             dtype = torch.float64
         sums = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
         return Source(self.form, tensor, self.shape, self.buckets, sums)
+
+    def sample(self, i: int) -> Source:
+        """Return what the pairs of sample i read, which adds to the same sums."""
+        if self.shape[0] == 1:
+            return self
+        tensor = self.tensor.view(self.shape)[i : i + 1]
+        sums = None if self.sums is None else self.sums.view(self.shape)[i].flatten()
+        return Source(self.form, tensor, tensor.shape, self.buckets, sums)
 
     @property
     def gradient(self) -> Tensor:
@@ -264,15 +278,17 @@ class Source:
         return self.sums.view(self.shape).to(self.tensor.dtype)
 
 
-def places(form: int, tensor: Tensor, rows: Int[Tensor, " queries"], heads: int) -> Int[Tensor, "#batch queries heads"]:
+def places(
+    form: int, tensor: Tensor, rows: Int[Tensor, " queries"], heads: range
+) -> Int[Tensor, "#batch queries heads"]:
     """Return the number of the tensor's entry at which each query row and head begins to read."""
     batch = torch.arange(tensor.shape[0], device=rows.device)[:, None, None] * tensor[0].numel()
-    head = torch.arange(heads, device=rows.device)
+    head = torch.arange(heads.start, heads.stop, device=rows.device)
     row = rows[:, None]
     name = FORMS[form]
     if name == "by query":
-        _, _, _, extent = tensor.shape
-        return batch + (row * heads + head) * extent
+        _, _, all_heads, extent = tensor.shape
+        return batch + (row * all_heads + head) * extent
     if name == "by pair":
         _, own_heads, queries, keys = tensor.shape
         if own_heads == 1:
@@ -282,7 +298,7 @@ def places(form: int, tensor: Tensor, rows: Int[Tensor, " queries"], heads: int)
 
 
 def attributes(
-    bias: Normal, heads: int, rows: Tensor, columns: Tensor, starts: tuple[int, int]
+    bias: Normal, heads: range, rows: Tensor, columns: Tensor, starts: tuple[int, int]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return what is read per token of q and of k (`backends.attributes`).
 
@@ -291,7 +307,7 @@ def attributes(
                                                 tensor by pair the number of its row or column
 
     Args:
-        heads: the query heads.
+        heads: the heads of q among those of the bias.
         rows, columns: the number of each row of q, `(rows,)`, and of k, `(rows, 1 or KV heads)`, in the call.
         starts: the positions of the rows of q and of k that have number 0.
     """

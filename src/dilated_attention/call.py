@@ -235,7 +235,7 @@ class Call:
         if placed(options):
             check_placed(pattern, options)
             seq_len = k.shape[1]  # q may be some rows of a layout
-        bias = biases.normal(options["bias"], q, k, starts, placed(options))
+        bias = biases.normal(options["bias"], q, k, seq_len, starts, placed(options))
         if bias is not None:
             scores = scores._replace(bias=float(bias.form))
             compat = getattr(pattern, "compat", None)
@@ -341,8 +341,7 @@ class Call:
             rows = self.query_tokens
             columns = self.key_tokens
         bias = biases.Normal(int(self.scores.bias), self.bias, self.coordinates)
-        of_queries, of_keys = biases.attributes(bias, q.shape[2], rows, columns[:, None], self.starts)
-        return Attributes({**found.queries, **of_queries}, {**found.keys, **of_keys})
+        return found.and_(*biases.attributes(bias, range(q.shape[2]), rows, columns[:, None], self.starts))
 
     def bias_source(self) -> biases.Source | None:
         """Return what all pairs read of the bias; None without a bias."""
@@ -543,14 +542,15 @@ def _start(name: str, given: int | None) -> int:
 
 
 def _check_over_ranks(pattern: Pattern, options: Options) -> None:
-    """Refuse what a mesh of several ranks lacks: a layout with dropout or a key mask, and dropout with lengths."""
+    """Refuse what a mesh of several ranks lacks: a layout with dropout, a key mask or a bias, and dropout with
+    lengths."""
     if isinstance(pattern, (BlockLayout, Product)):
         _refuse(
             "with a mesh and a block layout",
             ("key_padding_mask", options["key_padding_mask"] is not None, "for padding after the tokens give lengths"),
             ("dropout_p", options["dropout_p"] != 0, "train with dropout_p=0.0"),
+            ("bias", options["bias"] is not None, "compute the call on one device, without mesh"),
         )
-    _refuse("over a mesh", ("bias", options["bias"] is not None, "compute the call on one device, without mesh"))
     padded = options["dropout_p"] and options["lengths"] is not None
     _refuse("with lengths over a mesh", ("dropout_p", padded, "pack the batch: cu_seqlens"))
 
@@ -618,7 +618,7 @@ def in_tiles(
     pattern.refuse_causal(options["is_causal"])
     checks.mask(k, options["key_padding_mask"])
     _sequence_length(q, options["seq_len"], None, options["transport"])
-    bias = biases.normal(options["bias"], q, k, (0, 0), False)
+    bias = biases.normal(options["bias"], q, k, k.shape[1])
     found = tiled(pattern)
     hidden = options["key_padding_mask"]
     if hidden is not None:

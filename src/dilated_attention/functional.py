@@ -120,7 +120,8 @@ def attention(
         softcap: c > 0 bounds the scores: c tanh(s / c) replaces s (Gemma 2). Backends without it refuse the call.
         bias: added to the scores after the softcap, part of lse, differentiable: an `Alibi`, a `RelativeBias` or a
             `QueryBias` of `dilated_attention.bias`, or a floating tensor `(batch or 1, heads or 1, queries, keys)`,
-            of which only pairs that the pattern shows are used. Backends without it refuse the call.
+            of which only pairs that the pattern shows are used. Over a mesh, rows by query and coordinates are those of
+            this rank's tokens, and keys are all. Backends without it refuse the call.
 
     Returns:
         out, shaped like q but with the head_dim of v; with `return_lse` also lse: `(batch, heads, seq)`, float32

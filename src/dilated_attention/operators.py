@@ -69,11 +69,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if call.repeats is not None and not in_forward_mode() and _differentiated(q, k, v):
         return _Repeated.apply(q, k, v, call)
     eager = not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)  # else recorded in a graph
+    inputs = (q, k, v) if call.bias is None else (q, k, v, call.bias)
     if eager and call.shards is not None and torch.is_grad_enabled():
-        wanted = _differentiated(q, k, v)
+        wanted = _differentiated(*inputs)
         if over_mesh.gradients_wanted(call, q, k, wanted) and not wanted:
             q = q.detach().requires_grad_()  # so that this rank takes part in the backward of the others
-    inputs = (q, k, v) if call.bias is None else (q, k, v, call.bias)
+            inputs = (q, *inputs[1:])
     if eager and not (_differentiated(*inputs) or observed(*inputs)):
         out, lse, *_ = _run(call, q, k, v)  # nobody looks at the operator, which takes a tenth of a small call's time
         return out, lse
@@ -240,7 +241,7 @@ def _run_backward(
             out, lse = results
             dq, *others = execution.backward(call, dout, dlse, q, k, v, out, lse, of_bias)
         else:
-            dq, *others = over_mesh.backward(call, dout, dlse, q, k, v, results)
+            dq, *others = over_mesh.backward(call, dout, dlse, q, k, v, results, of_bias)
         return [dq if factor == 1 else dq.mul_(factor), *others]
 
 

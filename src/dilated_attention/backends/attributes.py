@@ -31,6 +31,10 @@ class Attributes:
     def empty(self) -> bool:
         return not self.queries and not self.keys
 
+    def and_(self, queries: Mapping[str, Tensor], keys: Mapping[str, Tensor]) -> Attributes:
+        """Return these attributes with others of the same rows."""
+        return Attributes({**self.queries, **queries}, {**self.keys, **keys})
+
     def sample(self, batch: slice, seq: slice) -> Attributes:
         """Return the attributes of the samples `batch`, with the tokens `seq` as queries and as keys."""
 

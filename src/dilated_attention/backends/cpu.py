@@ -56,6 +56,8 @@ def refusal(facts: Facts) -> str | None:
     needs = set(facts.needs)
     if {"bias", "softcap"} <= needs:
         return "the kernels add no bias under a softcap; native does"
+    if "bias" in needs and facts.over_mesh:
+        return "the kernels add no bias to rows that other ranks sent; native does"
     if needs & {"a table over coordinates", "a bias of tokens in another order"}:
         return "the kernels add no table over coordinates, and to a neighborhood only a distance; native does"
     return tiles.refusal(facts, MAX_HEAD_DIM)

@@ -13,7 +13,7 @@ class Facts(NamedTuple):
     Attributes:
         seq_len: the number of tokens on this device; 1 while a graph is traced, which must not bound its length.
         needs: what the call needs beyond q, k, v and causality: "key_padding_mask", "a block layout", "a window", and
-            `Scores.needs`.
+            those of `Scores` and of `bias.Normal`.
         work: an estimate of the call's score entries times head_dim.
         over_mesh: whether the call's sequence is sharded over a mesh.
     """

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from dilated_attention import bias as biases
 from dilated_attention.backends.attributes import Attributes, attributes_of
 from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
@@ -76,8 +77,9 @@ class _Plan:
     def of(cls, call: Call, q: Tensor, k: Tensor) -> _Plan:
         """Return the plan of a call, made once and then taken from the plan cache."""
         shards, _, edges = _mesh(call)
-        shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype)
-        given = (call.key_padding_mask is not None, shards.sinks, shards.gradients)
+        by_query = biases.FORMS[int(call.scores.bias)] in biases.BY_QUERY
+        shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype, by_query)
+        given = (call.key_padding_mask is not None, shards.sinks, shards.gradients, _described(call))
         scores = (call.scores, *given, call.first_head, shards.widths)
         rows = (edges, len(shards.bounds), shards.samples, shards.lengths, shards.transport)
         key = ("over mesh", call.branches, call.layouts, call.is_causal, shape, scores, rows)
@@ -115,6 +117,7 @@ class _Plan:
             **call.scores._asdict(),
             "key_padding_mask": "None" if call.key_padding_mask is None else "given",
             "sinks": "given" if shards.sinks else "None",
+            "tensors of the bias": _described(call),
             "transport": transport,
             "gradients": "on" if shards.gradients else "off",
         }
@@ -124,6 +127,18 @@ class _Plan:
 
     def schedule(self, link: Link, device: torch.device) -> Transport:
         return _TRANSPORTS[self.transport](link, self.sharding, self.shape.row_bytes, device)
+
+
+def _described(call: Call) -> tuple[Any, ...]:
+    """Return the sizes of a bias's tensors that must be equal on every rank: all sizes of a replicated tensor; of
+    coordinates the batch and the axes, and their dtype."""
+    found: list[Any] = []
+    if call.bias is not None and biases.FORMS[int(call.scores.bias)] not in biases.BY_QUERY:
+        found += [int(size) for size in call.bias.shape]
+    if call.coordinates is not None:
+        batch, _, axes = call.coordinates.shape
+        found += (int(batch), int(axes), call.coordinates.dtype)
+    return tuple(found)
 
 
 def _in_words(branches: Branches) -> str:
@@ -189,13 +204,16 @@ class _Compute:
 
     `hidden` is the `key_padding_mask` of the whole sequence, `(batch, seq)`, True for hidden keys; None without a mask.
     `seed` is the seed of dropout that the ranks agree on; None without dropout.
+    `bias` is the bias with the coordinates of the whole sequence; `source` is what pairs read of it, as in `Problem`.
     """
 
-    def __init__(self, call: Call, plan: _Plan, link: Link, q: Tensor, k: Tensor) -> None:
+    def __init__(self, call: Call, plan: _Plan, link: Link, q: Tensor, k: Tensor, source: biases.Source | None) -> None:
         self.call = call
         self.q = q
+        self.source = source
         self.ratio = q.shape[2] // k.shape[2]
-        self.tokens = torch.arange(*plan.sharding.shard(link.rank), device=q.device)
+        self.start, stop = plan.sharding.shard(link.rank)
+        self.tokens = torch.arange(self.start, stop, device=q.device)
         self.layouts = {layout.seq_len: layout for layout in plan.sharding.layouts}
         self.hidden = None
         self.seed = None
@@ -204,11 +222,19 @@ class _Compute:
             self.hidden = link.whole(call.key_padding_mask.T, plan.sharding.bounds, what).T
         if call.seed is not None:  # ranks may have drawn different seeds
             self.seed = link.agreed_seed(call.seed.clone())
+        self.bias = None
+        if call.bias is not None:
+            coordinates = call.coordinates
+            if coordinates is not None:
+                rows = coordinates.transpose(0, 1)
+                rows = link.whole(rows, plan.sharding.bounds, "while gathering coordinates of the bias")
+                coordinates = rows.transpose(0, 1)
+            self.bias = biases.Normal(int(call.scores.bias), call.bias, coordinates)
 
     def problem(
         self, plan: Plan, q: Tensor, queries: Tensor, keys: Tensor, layouts: dict[int, BlockLayout], head: int = 0
     ) -> Problem:
-        """Return the backend's problem for a plan, with the mask and the dropout of its rows.
+        """Return the backend's problem for a plan, with the mask, the dropout and the bias of its rows.
 
         Args:
             queries: the token of each row of q.
@@ -221,7 +247,11 @@ class _Compute:
         attributes = attributes_of(
             len(q), q.shape[2], queries, keys, hidden=hidden, seed=self.seed, first_head=first_head
         )
-        return Problem(plan, self.call.backend_scores, attributes, layouts if layouts else None)
+        if self.bias is not None:
+            heads = range(head, head + q.shape[2])
+            rows = queries - self.start
+            attributes = attributes.and_(*biases.attributes(self.bias, heads, rows, keys, (self.start, 0)))
+        return Problem(plan, self.call.backend_scores, attributes, layouts if layouts else None, bias=self.source)
 
     def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
         """Return the problem over all tokens for the heads of `q`, which this rank computes (`Ulysses`)."""
@@ -339,7 +369,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         wide = parts.statistic(q.dtype)
         lse = q.new_empty(q.shape[:3], dtype=wide)
         return [torch.empty_like(q), lse, k.new_empty(0), k.new_empty(0, dtype=wide), number]
-    compute = _Compute(call, plan, link, q, k)
+    compute = _Compute(call, plan, link, q, k, call.bias_source())
     if plan.transport == "ulysses":
         return [*_heads_forward(Ulysses(link, plan.sharding, q.shape[2]), compute, q, k, v), number]
 
@@ -356,9 +386,23 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of the shard, from what `forward` returned."""
+    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor],
+    of_bias: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return (dq, dk, dv) of the shard, from what `forward` returned; and with `of_bias` the gradient of the bias
+    tensor from this shard's queries."""
+    source = call.bias_source()
+    if source is None or not of_bias:
+        return _backward(call, source, dout, dlse, q, k, v, results)
+    source = source.with_sums()
+    return *_backward(call, source, dout, dlse, q, k, v, results), source.gradient
+
+
+def _backward(
+    call: Call, source: biases.Source | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    results: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv), and add to the sums of `source`, if it has any."""
     out, lse, *saved = results
     if call.lengths is not None and len(q):
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
@@ -366,7 +410,8 @@ def backward(
             at = (slice(i, i + 1), slice(0, own))
             some = [out[at], lse[at], *saved[3 * i : 3 * i + 3]]
             some_dlse = None if dlse is None else dlse[at]
-            dq[at], dk[at], dv[at] = backward(sample, dout[at], some_dlse, q[at], k[at], v[at], some)
+            own_source = None if source is None else source.sample(i)
+            dq[at], dk[at], dv[at] = _backward(sample, own_source, dout[at], some_dlse, q[at], k[at], v[at], some)
         return dq, dk, dv
 
     plan, link, _ = _agree(call, q, k)
@@ -374,7 +419,7 @@ def backward(
     link.begin(_mesh(call)[0].layer, int(number))
     if not len(q):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    compute = _Compute(call, plan, link, q, k)
+    compute = _Compute(call, plan, link, q, k, source)
     if plan.transport == "ulysses":
         if dlse is None:
             dlse = torch.zeros_like(lse)
@@ -475,6 +520,12 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
         mask = call.key_padding_mask
         if mask is not None:
             mask = mask[i : i + 1, :own]
+        coordinates = call.coordinates
+        if coordinates is not None:
+            coordinates = _sample(coordinates, i)[:, :own]
+        bias = call.bias
+        if bias is not None:
+            bias = _sample(bias, i)
 
         layouts = call.layouts
         if len(layouts) == 1 and length:
@@ -485,4 +536,11 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
 
         bounds = tuple([min(edge, length) for edge in edges])
         cut = replace(shards, bounds=bounds, lengths=lengths)
-        yield own, replace(call, lengths=None, key_padding_mask=mask, layouts=layouts, shards=cut)
+        yield own, replace(
+            call, lengths=None, key_padding_mask=mask, bias=bias, coordinates=coordinates, layouts=layouts, shards=cut
+        )  # fmt: skip
+
+
+def _sample(x: Tensor, i: int) -> Tensor:
+    """Return x `(batch or 1, ...)` for sample i, `(1, ...)`."""
+    return x if len(x) == 1 else x[i : i + 1]

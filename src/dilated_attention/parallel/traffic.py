@@ -89,12 +89,14 @@ def total(plans: Sequence[ExchangePlan]) -> ExchangePlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """Hold the sizes of a call's tensors that determine its messages; `num_heads` counts the heads of q."""
+    """Hold the sizes of a call's tensors that determine its messages; `num_heads` counts the heads of q. `by_query`: a
+    bias has rows by query."""
 
     batch: int
     num_heads: int
     head_dim: int
     dtype: torch.dtype
+    by_query: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -106,8 +108,9 @@ class Shape:
         return torch.promote_types(self.dtype, torch.float32).itemsize
 
 
-def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
-    """Return why a transport cannot serve a call with `num_heads` query heads, or None if it can."""
+def refusal(transport: str, sharding: Sharding, shape: Shape) -> str | None:
+    """Return why a transport cannot serve a call, or None if it can."""
+    num_heads = shape.num_heads
     if transport == "doubling":
         return partition.doubling_refusal(sharding)
     if transport == "ulysses" and (sharding.num_heads % sharding.world_size or num_heads % sharding.world_size):
@@ -115,6 +118,8 @@ def refusal(transport: str, sharding: Sharding, num_heads: int) -> str | None:
             f"ulysses gives each rank the same number of heads; {num_heads} query and {sharding.num_heads} "
             f"key-value heads do not divide by {sharding.world_size} ranks"
         )
+    if transport == "ulysses" and shape.by_query:
+        return "ulysses moves queries, and a bias by query or by pair stays with its queries"
     return None
 
 
@@ -248,7 +253,7 @@ def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
 
 def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     check_transport(transport)
-    refusals = {name: why for name in TRANSPORTS if (why := refusal(name, sharding, shape.num_heads))}
+    refusals = {name: why for name in TRANSPORTS if (why := refusal(name, sharding, shape))}
     if transport != "auto":
         if transport in refusals:
             raise ValueError(
