@@ -51,6 +51,7 @@ from dilated_attention.integrations.own_attention import Shown
 from dilated_attention.parallel import cp_mean, set_context_parallel, shard_sequence, unshard_sequence
 from dilated_attention.parallel import exchange_plan as plan_of_call
 from dilated_attention.parallel.comm import link_of
+from dilated_attention.torch_internals import rendezvous_store
 from tolerances import relative_error
 from transformers_families import FAMILIES, build
 from transformers_families import SMALL as SMALL_OF_FAMILIES
@@ -619,6 +620,44 @@ def test_generation():
     for family in first.keys() - {"rows"}:
         assert first[family] == second[family] == third[family]
     assert (first["rows"], second["rows"], third["rows"]) == ([0, 14], [0, 14], [7, 15])
+
+
+def refused_by_one(what: str, forwards: int) -> tuple[str, str]:
+    """Return the error of a forward that fails on rank 1 alone, after good ones."""
+    mesh = mesh_of_all()
+    model = build("gemma3", NAME)
+    set_context_parallel(model, mesh)
+    batch = shard_batch(batch_of("plain"), mesh)
+    for _ in range(forwards):
+        model(**batch)
+    if dist.get_rank() == 1:
+        layer = model.model.layers[1]  # the first full one, whose call the ranks have yet to compare
+        if what == "mask":
+            layer.self_attn.register_forward_pre_hook(_without_mask, with_kwargs=True)
+        else:
+            layer.mlp.register_forward_pre_hook(_fails)
+    with pytest.raises((RuntimeError, ValueError)) as found:
+        model(**batch)
+    store = rendezvous_store()
+    store.set(f"done {dist.get_rank()}", "")
+    store.wait([f"done {rank}" for rank in range(3)])  # or its end would tell the others
+    return found.typename, str(found.value)
+
+
+def _fails(*_: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(("what", "forwards"), [("mask", 0), ("mask", 1), ("layer", 1)])
+def test_what_one_rank_refuses_reaches_the_others(what, forwards):
+    """They do not wait for the timeout of 60 seconds."""
+    answers = processes.World(3, refused_by_one, what, forwards).outcomes(30.0)
+    assert [kind for kind, _ in answers] == ["result"] * 3
+    (first, (_, own), third) = [answer for _, answer in answers]
+    assert own == "out of memory" if what == "layer" else "its mask was not made" in own
+    for name, words in (first, third):
+        assert name == "ContextParallelError"
+        assert f"rank 1 refused the call: {own}" in words
 
 
 class OwnLoss(LlamaForCausalLM):

@@ -15,6 +15,7 @@ mask function puts it into the layers' `Shown`, and so it reaches a layer that i
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -301,7 +302,10 @@ def _leave(model: nn.Module, args: Any, given: Any, output: Any) -> None:
     if not isinstance(forward, Forward) or forward.model is not model:
         return
     ACTIVE.set(None)
-    if given.get("fused_lm_head"):  # of TRL
+    error = sys.exc_info()[1]
+    if error is not None:  # it may be this rank's alone
+        forward.over.link.leave(str(error))
+    elif given.get("fused_lm_head"):  # of TRL
         forward.over.left_sums = True
     elif output is not None and forward.wants_loss and not forward.made_loss:
         raise UnsupportedError(

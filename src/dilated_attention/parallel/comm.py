@@ -15,7 +15,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
@@ -37,6 +37,8 @@ _SEAL_BYTES = 16
 _ROLL_CALL_SECONDS = 1.0
 _FAILED = "failed"
 """The key in the store that a rank writes when its exchange has failed."""
+_REFUSED = "refused"
+"""The key in the store that a rank writes when it first refuses a call."""
 _MOST_AGREED = 2**12
 """The most call descriptions that a link keeps. The oldest is dropped first, at the same call on every rank, and
 compared again when it comes back."""
@@ -203,6 +205,7 @@ class Link:
     _messages_to: Counter[int] = field(default_factory=Counter)
     _messages_from: Counter[int] = field(default_factory=Counter)
     _death: str | None = None
+    _has_refused: bool = False  # its latest call, so that other ranks may wait for it
     _number: int = field(default_factory=lambda: secrets.randbits(62))
     _attempt: int = 0  # the greatest number of all ranks, once they have compared anything
 
@@ -271,7 +274,7 @@ class Link:
         words = torch.tensor([mine, -mine, self._number, int(flag)], device=device)
         texts = [text]
         with self.guard("while comparing arguments"):
-            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
+            self.wait(dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group, async_op=True), collective=True)
             largest, smallest, self._attempt, any_flag = words.tolist()
             if largest != -smallest:
                 texts *= self.size
@@ -299,14 +302,20 @@ class Link:
     def refuse(self, problem: str, device: torch.device) -> None:
         """Raise an error because this rank's call is impossible. In the group's first call, raise it on every rank.
 
-        In later calls this rank alone raises it. Other ranks may already be waiting for its rows: they then raise an
-        error that quotes `problem`.
+        In later calls this rank alone raises it. Other ranks that wait for its rows raise an error that quotes
+        `problem` (`wait`).
         """
         if self._agreed:
             self.require_alive()
             self.calls += 1
             raise self._refusal(problem)
         self.agree("", problem, device)
+
+    def leave(self, problem: str) -> None:
+        """Tell the other ranks that this one will not make its next call, because of an error of its own."""
+        if self._death is None and not self._has_refused:
+            self.calls += 1
+            self._refusal(problem)
 
     def all_to_all(self, send: Tensor, sent: Framing, received: Framing, what: str) -> Transfer:
         """Start an exchange with every rank: send `send`, framed as `sent`; receive messages framed as `received`."""
@@ -371,7 +380,7 @@ class Link:
     def agreed_seed(self, seed: Tensor) -> Tensor:
         """Write the greatest of all ranks' seeds of dropout into `seed`, and return it."""
         with self.guard("while agreeing on the seed of dropout"):
-            dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.group)
+            self.wait(dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.group, async_op=True), collective=True)
         return seed
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
@@ -411,7 +420,8 @@ class Link:
         return dist.batch_isend_irecv(operations)
 
     def wait(self, work: dist.Work, collective: bool) -> None:
-        """Wait for an operation; raise an error if another rank reports a failure, since it will send nothing more.
+        """Wait for an operation; raise an error if another rank reports that its exchange failed, or that it refuses
+        the call, since it will send nothing more.
 
         A point-to-point operation of gloo can be waited for only once, so its report comes with the group's timeout.
         """
@@ -421,9 +431,19 @@ class Link:
             except RuntimeError:
                 if work.is_completed():
                     raise
-                if presence.within(_ROLL_CALL_SECONDS, lambda: self._store().check([_FAILED])):
-                    raise RuntimeError("another rank reports that its exchange failed") from None
+                report = presence.within(_ROLL_CALL_SECONDS, self._report)
+                if report:
+                    raise RuntimeError(report) from None
         work.wait()
+
+    def _report(self) -> str:
+        """Return why this rank waits in vain, as other ranks have written to the store; "" if it may not."""
+        store = self._store()
+        if store.check([_FAILED]):
+            return "another rank reports that its exchange failed"
+        if store.check([_REFUSED]) and self._refusals(store, range(self.size)):
+            return "another rank reports that it refuses the call"
+        return ""
 
     def received(self, transfer: Transfer) -> None:
         """Check the seals of received messages before any row is used; raise an error if one is wrong."""
@@ -456,6 +476,7 @@ class Link:
         Later calls on the group are refused.
         """
         self.require_alive()
+        self._return()
         try:
             yield
         except RuntimeError as error:
@@ -473,9 +494,21 @@ class Link:
 
     def _refusal(self, problem: str) -> ValueError:
         """Write to the store why this rank refuses its current call, and return the error to raise."""
-        word = f"{self.calls} {problem}"
-        presence.within(_ROLL_CALL_SECONDS, lambda: self._store().set(f"refusal/{self.rank}", word))
+        self._has_refused = True
+        presence.within(_ROLL_CALL_SECONDS, lambda: self._write_refusal(f"{self.calls} {problem}"))
         return ValueError(problem)
+
+    def _write_refusal(self, word: str) -> None:
+        store = self._store()
+        store.set(f"refusal/{self.rank}", word)
+        store.set(_REFUSED, "")
+
+    def _return(self) -> None:
+        """Take back a refusal: this rank makes another call."""
+        if self._has_refused:
+            self._has_refused = False
+            self.calls += 1  # so that ranks that have all refused a call do not wait in one of the same number
+            presence.within(_ROLL_CALL_SECONDS, lambda: self._write_refusal(""))
 
     def _roll_call(self) -> str:
         """Return, as text, what is known about a failure: from the function that `presence.set_witness` set, if any, or
@@ -503,15 +536,21 @@ class Link:
         if all(texts) and len(set(texts)) > 1:
             differing = f"; the ranks call with different arguments: {_differing(texts, reporting)}"
 
-        refusals = ""
-        for j in silent:
-            if store.check([f"refusal/{j}"]):
-                call, _, problem = store.get(f"refusal/{j}").decode().partition(" ")
-                if int(call) == self.calls:
-                    refusals += f"; rank {j} refused the call: {problem}"
+        refusals = self._refusals(store, silent)
         if silent and not refusals:
             refusals = f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}"
         return differing + refusals
+
+    def _refusals(self, store: dist.Store, ranks: Iterable[int]) -> str:
+        """Return, as text, which of these ranks refuse this rank's current call or one after it, and why."""
+        found = ""
+        for rank in ranks:
+            if not store.check([f"refusal/{rank}"]):
+                continue
+            call, _, problem = store.get(f"refusal/{rank}").decode().partition(" ")
+            if call and int(call) >= self.calls:
+                found += f"; rank {rank} refused the call: {problem}"
+        return found
 
     def _write_seals(self, buffer: Tensor, framing: Framing, seal: tuple[int, int]) -> None:
         if framing.rows:
