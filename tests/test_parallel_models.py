@@ -59,7 +59,7 @@ from dilated_attention.parallel import (
     unshard_sequence,
 )
 from dilated_attention.parallel.comm import link_of
-from dilated_attention.parallel.sharding import from_rank
+from dilated_attention.parallel.sharding import fetched, from_rank
 from tolerances import TOLERANCE, relative_error
 
 SEGMENTS, RATES = (16, 40, 90), (1, 2, 3)
@@ -531,6 +531,32 @@ def test_bad_calls_give_one_clear_error_on_every_rank_before_any_data_moves() ->
         assert answers.keys() == expected.keys()
         for name, pattern in expected.items():
             assert re.search(pattern, answers[name]), (name, answers[name])
+
+
+def fetching() -> tuple[bool, bool, int]:
+    """Return whether every second token and the last and their gradients are right, and the bytes that they took."""
+    rank = dist.get_rank()
+    whole = torch.randn(2, 11, 3, generator=torch.Generator().manual_seed(1))
+    bounds = (0, 3, 7, 11)
+    tokens = torch.tensor([*range(rank, 10, 2), 10])
+    shard = whole[:, bounds[rank] : bounds[rank + 1]].clone().requires_grad_()
+    traffic = link_of(dist.group.WORLD).traffic
+    before = traffic.bytes_received
+    found = fetched(shard, tokens, bounds, dist.group.WORLD, "fetching")
+    moved = traffic.bytes_received - before
+    found.sum().backward()
+    every = torch.cat([torch.tensor([*range(first, 10, 2), 10]) for first in range(3)])
+    times = every.bincount(minlength=11).float()
+    own = times[bounds[rank] : bounds[rank + 1]]
+    return found.equal(whole[:, tokens]), shard.grad.equal(own[None, :, None].expand_as(shard)), moved
+
+
+def test_some_tokens_of_other_ranks() -> None:
+    """Each of two peers sends 1 to 3 rows of 24 bytes, and one byte per token to say which rows it wants itself."""
+    for right, gradient, moved in processes.run(3, fetching):
+        assert right
+        assert gradient
+        assert moved <= 2 * (3 * 24 + 24) + 2 * (11 + 22)
 
 
 def later_refusal():

@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from transformers import (
 import processes
 from dilated_attention import BlockLayout, Dilated, UnsupportedError, Window, attention
 from dilated_attention.errors import ContextParallelError
-from dilated_attention.integrations import over_ranks
+from dilated_attention.integrations import chosen_keys, over_ranks
 from dilated_attention.integrations.generation_over_ranks import _read
 from dilated_attention.integrations.huggingface import (
     NAME,
@@ -53,18 +54,29 @@ from dilated_attention.parallel import exchange_plan as plan_of_call
 from dilated_attention.parallel.comm import link_of
 from dilated_attention.torch_internals import rendezvous_store
 from tolerances import relative_error
-from transformers_families import FAMILIES, build
+from transformers_families import CHOOSING, FAMILIES, FULL, build
 from transformers_families import SMALL as SMALL_OF_FAMILIES
 
 TOKENS = 43
 EXACT = 1e-5
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 97}
 REFUSED = {
+    "deepseek_v4": "config.layer_types has compressed_sparse_attention",
+    "doge": "the model computes with its mask over pairs",
+    "glm5_next": "config.layer_types has linear_attention",
+    "inkling": "config.layer_types has hybrid_sliding",
+    "inkling2": "a sink for each query",
+    "inkling2_loop": "a sink for each query",
+    "lara_mini": "config.layer_types has linear_attention",
+    "lfm3": "config.layer_types has conv",
     "minimax": "config.layer_types has linear_attention",
+    "minimax_m3_vl": "config.layer_types has minimax_m3_sparse",
+    "qwen4_exp": "config.layer_types has linear_attention",
     "recurrent_gemma": "conv_1d .Conv1d. looks along the sequence|layer_types has linear_attention",
+    "unlimited_ocr": "config.layer_types has reference_sliding_attention",
     "zaya": "config.layer_types has hybrid",
 }
-"""Families whose other layers look along the sequence, and words of the error."""
+"""Families whose other layers look along the sequence or whose attention has no mesh, and words of the error."""
 ROUGH = {"diffusion_gemma", "embedding_gemma2", "gemma4", "gemma4_unified", "muse_spark"}
 """Families with such large scores that rounding alone changes gradients in float32 by 3e-5: compared in float64."""
 
@@ -173,12 +185,40 @@ def test_windows_chunks_sinks_and_caps(size):
         assert max(answers.values()) <= EXACT, answers
 
 
+def listed_keys() -> dict[str, float]:
+    """Compare models that list the keys of each query: with scores computed at once and in tiles, and recomputed."""
+    answers = families(["deepseek_v32"], ["plain", "right"]) | families(["glm_moe_dsa"], ["left", "packed"])
+    mesh = mesh_of_all()
+    many = build("deepseek_v32", NAME, index_n_heads=16)  # with few, scores are equal where no head's is above 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chosen_keys, "SCORES", 0)
+        answers["tiles"] = compared(many, "left", mesh)
+    model = build("glm_moe_dsa", NAME).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    answers["checkpointing"] = compared(model, "packed", mesh)
+    every = build("deepseek_v32", NAME, index_topk=TOKENS)
+    answers["lists of every key"] = compared(every, "packed", mesh)
+    set_context_parallel(every, mesh)
+    with pytest.raises(UnsupportedError, match=r"a model that chooses its keys .* leave the mesh out"):
+        generate_over_ranks(every, batch_of("plain")["input_ids"], 2)
+    every.model.layers[0].self_attn.indexer.__dict__.pop("forward")  # as in transformers, over the shard alone
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn\.indexer .DeepseekV32Indexer. looks along"):
+        set_context_parallel(every, mesh, "ring")
+    return answers
+
+
+def test_listed_keys():
+    for answers in processes.run(2, listed_keys):
+        assert len(answers) == 7
+        assert max(answers.values()) <= EXACT, answers
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_family(size):
-    names = [name for name in FAMILIES if name not in REFUSED]
+    names = [name for name in (*FAMILIES, *CHOOSING, *FULL) if name not in REFUSED]
     for answers in processes.run(size, families, names, ("plain",), within=900.0):
-        assert len(answers) >= 48
+        assert len(answers) >= 70
         assert not {name: x for name, x in answers.items() if x > EXACT}
 
 
@@ -294,7 +334,7 @@ def refusals():
     before = copy.copy(traffic)
     options = {"attn_implementation": NAME}
     for name, words in REFUSED.items():
-        with pytest.raises(UnsupportedError, match=words):
+        with suppress(pytest.skip.Exception), pytest.raises(UnsupportedError, match=words):
             set_context_parallel(build(name, NAME), mesh)
     pooled = {
         BertModel: "pooler_output of shape .*add_pooling_layer=False",
@@ -467,7 +507,7 @@ def test_a_plan_of_a_model(family, seen):
 
 
 def test_a_plan_of_other_layers():
-    with pytest.raises(UnsupportedError, match="MiniMaxConfig has layers of kind linear_attention"):
+    with pytest.raises(UnsupportedError, match="MiniMaxConfig has layers of kind linear_attention, whose traffic"):
         exchange_plan(build("minimax", NAME).config, 4096, 8)
 
 
@@ -677,11 +717,11 @@ def blocks_of_tokens() -> None:
     own = shard_batch({"input_ids": batch_of("plain")["input_ids"]}, mesh)
     with torch.no_grad():
         model(**own)
-        forward = over_ranks.Forward(model, ranks_of(model), TOKENS, 0, 22)
+        forward = over_ranks.Forward(model, ranks_of(model), (0, 22, TOKENS))
         shown = Shown(True, blocks=torch.zeros(1, 22, dtype=torch.long), queries=22, keys=22, ranks=forward)
         q = torch.randn(1, 22, 4, 8)
         with pytest.raises(ValueError, match=r"a block of tokens that see one another .* leave the mesh out"):
-            forward.attend(shown, q, q, q, model.model.layers[0].self_attn)
+            forward.attend(shown, q, q, q, model.model.layers[0].self_attn, indices=None)
 
 
 def test_blocks_of_tokens():

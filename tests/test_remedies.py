@@ -256,6 +256,8 @@ FOLLOWED_ELSEWHERE = {
         "test_parallel_trainers.py::test_refusals",
     "generation of a dilated model over a mesh is not supported; leave the mesh out":
         "test_parallel_transformers.py::test_advice",
+    "generation of a model that chooses its keys over a mesh is not supported; leave the mesh out":
+        "test_parallel_transformers.py::test_listed_keys",
     "the model has no mesh: call set_context_parallel(model, mesh) first":
         "test_parallel_transformers.py::test_generation",
     "the model is in training mode: call model.eval() first":

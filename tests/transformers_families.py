@@ -171,6 +171,28 @@ CHOOSING: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Families that choose the keys of each query: the same as above."""
 
+FULL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "apertus": ("ApertusConfig", "ApertusForCausalLM", {}),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM", {}),
+    "bert": ("BertConfig", "BertLMHeadModel", {"is_decoder": True}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {}),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_MLA, "num_hidden_layers": 2}),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", {}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {}),
+    "helium": ("HeliumConfig", "HeliumForCausalLM", {}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "phi": ("PhiConfig", "PhiForCausalLM", {}),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {}),
+}
+"""Families whose layers all see every key before a query: the same as above."""
+
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "doge": ("DogeConfig", "DogeForCausalLM", {}, "computes with its mask"),
     "inkling2": ("Inkling2TextConfig", "Inkling2ForCausalLM", {}, "sinks: a sink for each query .*eager"),
@@ -188,7 +210,7 @@ def _known(config: type[PreTrainedConfig]) -> set[str]:
 
 def build(family: str, implementation: str, **changes: Any) -> PreTrainedModel:
     """Return a model in evaluation mode, with the same weights for every implementation. changes: of its options."""
-    config_name, model_name, options = {**FAMILIES, **CHOOSING, **REFUSED}[family][:3]
+    config_name, model_name, options = {**FAMILIES, **CHOOSING, **FULL, **REFUSED}[family][:3]
     pytest.importorskip(f"transformers.models.{family}", reason=f"this version of transformers has no {family}")
     module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
     config_class = getattr(module, config_name)

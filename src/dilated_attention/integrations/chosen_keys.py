@@ -55,7 +55,7 @@ def as_listed(module: Any, shown: Shown, arguments: dict[str, Any]) -> Shown | C
     if indices is not None:
         if indices.shape[2] >= shown.keys and not traced and indices.min() >= 0:
             return shown
-        return Chosen(_that_are_shown(shown, indices)[:, None], shown)
+        return Chosen(that_are_shown(shown, indices)[:, None], shown)
     if blocks is None:
         return shown
     _require_blocks_from_the_start(module, shown)
@@ -68,7 +68,7 @@ def as_listed(module: Any, shown: Shown, arguments: dict[str, Any]) -> Shown | C
     return Chosen(blocks, shown, size)
 
 
-def _that_are_shown(shown: Shown, indices: Tensor) -> Tensor:
+def that_are_shown(shown: Shown, indices: Tensor) -> Tensor:
     """Return listed keys, `(batch, queries, k)`, with -1 in place of those that the mask hides."""
     step = max(1, SCORES // max(1, indices.shape[0] * indices.shape[2]))
     parts = []
@@ -340,11 +340,16 @@ def _lists_of_topk(indexer: Any, *args: Any, **kwargs: Any) -> Any:
     rows = given["attention_mask"]
     if not isinstance(rows, Rows):
         return theirs(**given)
+    name = _cache_name(given)
+    ranks = rows.shown.ranks
+    if ranks is not None:
+        shown, cache = ranks.index(rows.shown, indexer)
+        rows = Rows(shown)
+        given |= {"attention_mask": rows, name: cache}
     shown = rows.shown
     scores = len(given["hidden_states"]) * shown.queries * shown.keys * indexer.n_heads
     if scores <= SCORES or not shown.is_causal or torch.compiler.is_compiling():
         return theirs(**given | {"attention_mask": rows.part(slice(0, shown.queries), shown.keys)})
-    name = _cache_name(given)
     stop = shown.q_start - shown.k_start + shown.queries
     return theirs(**given | {"attention_mask": IndexMask(rows), name: _NotedKeys(given[name], stop)})
 

@@ -51,8 +51,9 @@ class _Step:
         return replace(shown, samples=None, q_start=self.position, k_start=self.position, ranks=self)
 
     def attend(
-        self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, *, sinks: Tensor | None, **options: Any
-    ) -> Tensor:
+        self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, *, sinks: Tensor | None, indices: None,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
         """Return the attention of a new token, q `(batch, 1, heads, head_dim)`, over all ranks' keys."""
         link = self.over.link
         if link.rank == link.size - 1:
@@ -116,6 +117,10 @@ def generate_over_ranks(
         raise ValueError("the model is in training mode: call model.eval() first")
     if over.is_dilated:
         raise UnsupportedError("generation of a dilated model over a mesh is not supported; leave the mesh out")
+    if over.chooses:
+        raise UnsupportedError(
+            "generation of a model that chooses its keys over a mesh is not supported; leave the mesh out"
+        )
     max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
     warpers: Any = LogitsProcessorList()
     if do_sample:

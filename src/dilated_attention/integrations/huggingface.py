@@ -740,7 +740,7 @@ def _attend_own(
         ranks = shown.ranks
         if ranks is not None:
             _REPORTED[module] = f"{shown.words}, over a mesh"
-            return ranks.attend(shown, q, k, v, module, **given)
+            return ranks.attend(shown, q, k, v, module, indices=arguments.get("indices"), **given)
         seen = as_listed(module, with_samples(shown, len(q), arguments), arguments)
     blocks = getattr(module, _CHOSEN, None)
     if isinstance(seen, Chosen):

@@ -27,7 +27,9 @@ def active() -> Any:
     return None if torch.compiler.is_compiling() else ACTIVE.get()
 
 
-_LOCAL_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
+_LOCAL_LAYERS = {
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "dense", "sparse",
+}  # fmt: skip
 """Values of `config.layer_types` and of its like for layers over MLPs whose layers look along the sequence by attention
 alone."""
 
@@ -44,12 +46,17 @@ class Probe:
 
     names: dict[nn.Module, str]
     layers: dict[nn.Module, str] = field(default_factory=dict)
+    indexers: set[nn.Module] = field(default_factory=set)
     finds_packed: bool = False
     start: int = 0
 
     def described(self, shown: Shown) -> Shown:
         self.finds_packed |= shown.samples is not None
         return replace(shown, samples=None, ranks=self)
+
+    def index(self, shown: Shown, indexer: nn.Module) -> tuple[Shown, None]:
+        self.indexers.add(indexer)
+        return shown, None
 
     def attend(self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, **options: Any) -> Tensor:
         self.layers[layer] = self.names[layer]
@@ -100,6 +107,8 @@ def probed(model: PreTrainedModel) -> Probe:
         )
     for module, outputs in first.items():
         is_local = not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase))
+        if type(module).__name__.endswith("Indexer") and module not in probe.indexers:
+            is_local = False
         for x, y in zip(outputs, second.get(module, []), strict=False):
             is_local = is_local and _agree(x, y)
         if not is_local:

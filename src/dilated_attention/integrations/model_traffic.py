@@ -88,7 +88,8 @@ def exchange_plan(
         is_causal: whether tokens see earlier ones alone; False for encoders.
 
     Raises:
-        UnsupportedError: the configuration has layers that are not attention over a window, chunks or all keys.
+        UnsupportedError: the configuration has layers that are not attention over a window, chunks or all keys. Those
+            that list the keys of each query move the rows that their tokens choose.
 
     Examples:
         >>> from dilated_attention.integrations.huggingface import exchange_plan
@@ -152,5 +153,7 @@ def _pattern(config: Any, kind: str, seq_len: int, is_causal: bool) -> Dilated |
     elif kind == "chunked_attention":
         shown = Shown(is_causal, chunk=config.attention_chunk_size, queries=seq_len, keys=seq_len)
     elif kind != "full_attention":
-        raise UnsupportedError(f"{type(config).__name__} has layers of kind {kind}, which do not run over ranks")
+        raise UnsupportedError(
+            f"{type(config).__name__} has layers of kind {kind}, whose traffic the configuration alone does not tell"
+        )
     return pattern_of_shown(shown, 0, seq_len)[0]

@@ -28,12 +28,13 @@ from torch.distributed import DeviceMesh
 from transformers import PreTrainedModel, masking_utils
 
 from dilated_attention import Dilated, UnsupportedError, attention
+from dilated_attention.integrations.chosen_keys import attend_chosen, that_are_shown
 from dilated_attention.integrations.locality import ACTIVE, accepts, probed
 from dilated_attention.integrations.locality import active as active
-from dilated_attention.integrations.own_attention import Shown, pattern_of_shown
+from dilated_attention.integrations.own_attention import Chosen, Shown, pattern_of_shown
 from dilated_attention.integrations.positions import position_table
 from dilated_attention.integrations.sharded_batches import NOT_SHIFTED, SHIFTED, GlobalLoss
-from dilated_attention.plumbing import Link, Mesh, balanced_bounds, checks, context_group, held_mesh, link_of
+from dilated_attention.plumbing import Link, Mesh, balanced_bounds, checks, context_group, fetched, held_mesh, link_of
 
 NAME = "dilated_attention"
 
@@ -85,6 +86,7 @@ class OverRanks:
         seq_len: the global length that every batch must have; None: any.
         finds_packed: whether the model makes masks of packed samples from position_ids that restart.
         is_dilated: whether some layer has a dilated pattern.
+        chooses: whether some layer lists the keys of each query.
         left_sums: whether a forward returned the losses of this rank's tokens, for the caller to add up.
         kept: where a forward leaves the keys of this rank that later tokens see, by layer; None: nowhere.
     """
@@ -94,6 +96,7 @@ class OverRanks:
     seq_len: int | None
     finds_packed: bool
     is_dilated: bool
+    chooses: bool
     left_sums: bool = False
     kept: dict[nn.Module, Keys] | None = None
 
@@ -107,7 +110,7 @@ class Forward:
     """Hold what the layers of one forward share.
 
     Attributes:
-        seq_len, start: the tokens on all ranks, and the first of this rank.
+        bounds: the edges of the ranks' shards.
         samples: for each row of the batch, the edges of its packed samples in the whole sequence; None: not packed.
         places: `(batch, seq)`, the positions of all ranks' tokens, where they are packed; otherwise None.
         hidden: `(batch, seq)`, True for padding, of all ranks' tokens; None: no padding.
@@ -117,15 +120,19 @@ class Forward:
 
     model: nn.Module
     over: OverRanks
-    seq_len: int
-    start: int
-    stop: int
+    bounds: tuple[int, ...]
     samples: list[list[int]] | None = None
     places: Tensor | None = None
     hidden: Tensor | None = None
     last_position: int = 0
     wants_loss: bool = False
     made_loss: bool = False
+
+    def __post_init__(self) -> None:
+        rank = self.over.link.rank
+        self.seq_len = self.bounds[-1]
+        self.start = self.bounds[rank]
+        self.stop = self.bounds[rank + 1]
 
     @property
     def ends_with_padding(self) -> bool:
@@ -136,10 +143,18 @@ class Forward:
         """Return what a mask of this rank's shard shows, placed in the whole sequence."""
         return replace(shown, q_start=self.start, k_start=self.start, ranks=self)
 
-    def attend(self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, **options: Any) -> Tensor:
-        """Return what `own_attention.attend` does on one device, for this rank's shard of q, k and v."""
+    def attend(
+        self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, *, indices: Tensor | None,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return what `own_attention.attend` does on one device, for this rank's shard of q, k and v.
+
+        indices: the keys that each query of this shard lists, as in `chosen_keys.as_listed`; None: no lists.
+        """
         if shown.blocks is not None:
             self._refuse("a block of tokens that see one another (a prefix, an image) over a mesh", q)
+        if indices is not None and indices.shape[2] < self.seq_len:
+            return self._attend_listed(shown, indices, q, k, v, layer, options)
         if self.over.kept is not None:
             self.over.kept[layer] = self._seen_later(shown, k, v)
         options |= self._options(layer) | {"is_causal": shown.is_causal}
@@ -163,6 +178,38 @@ class Forward:
             part = attention(q[row], k[row], v[row], pattern, cu_seqlens=bounds, key_padding_mask=mask, **options)
             parts.append(_out(part))
         return torch.cat(parts)
+
+    def _attend_listed(
+        self, shown: Shown, indices: Tensor, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, options: dict[str, Any]
+    ) -> Tensor:
+        """Return the attention of this rank's queries over the keys that they list, `(batch, shard, k)`. Only the keys
+        that some query of this rank lists travel."""
+        lists = that_are_shown(self._over_all_keys(shown), indices)
+        is_listed = torch.zeros(self.seq_len, dtype=torch.bool, device=q.device)
+        is_listed[self.start] = True  # every rank takes part in the backward
+        is_listed[lists[lists >= 0].long()] = True
+        number = is_listed.cumsum(0) - 1  # of a key among those that are listed
+
+        widths = [k.shape[3], v.shape[3]]
+        tokens = is_listed.nonzero()[:, 0]
+        rows = fetched(torch.cat([k, v], 3), tokens, self.bounds, self.over.mesh, layer_name(layer) or "")
+        k, v = rows.split(widths, 3)
+        lists = number[lists.long()].masked_fill(lists < 0, -1)
+        return attend_chosen(Chosen(lists[:, None]), q, k, v, **options)
+
+    def _over_all_keys(self, shown: Shown) -> Shown:
+        """Return what this rank's queries see of the keys of all ranks."""
+        samples = None
+        if self.samples is not None:
+            samples = torch.zeros(len(self.samples), self.seq_len, dtype=torch.int64, device=shown.device)
+            for row, edges in zip(samples, self.samples, strict=True):
+                row[edges[1:-1]] = 1
+            samples = samples.cumsum(1)
+        return replace(shown, samples=samples, hidden=self.hidden, k_start=0, keys=self.seq_len, ranks=None)
+
+    def index(self, shown: Shown, indexer: nn.Module) -> tuple[Shown, _IndexCache]:
+        """Return the mask that an indexer reads on this rank, and what takes the place of its cache."""
+        return self._over_all_keys(shown), _IndexCache(self, layer_name(indexer) or "")
 
     def _seen_later(self, shown: Shown, k: Tensor, v: Tensor) -> Keys:
         """Return the keys of this rank that tokens after the sequence see."""
@@ -247,11 +294,13 @@ def set_over_ranks(
         return  # a part of a model that has it already
     found = probed(model)
     is_dilated = any(getattr(part.config, NAME, None) is not None for part in parts)
-    over = OverRanks(held, transport, seq_len, found.finds_packed, is_dilated)
+    over = OverRanks(held, transport, seq_len, found.finds_packed, is_dilated, bool(found.indexers))
     for module, name in found.layers.items():
         module.__dict__[_LAYER] = name
         if "get_seq_length" in inspect.getsource(type(module).forward):
             _hook(module, _give_past)
+    for module in found.indexers:
+        module.__dict__[_LAYER] = found.names[module]
     for module in model.modules():
         if "Rotary" in type(module).__name__:
             _hook(module, _extend)
@@ -343,7 +392,7 @@ def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Fo
     counted = _counted(positions, inputs.shape[0])
     facts = _Facts.gathered(link, inputs.shape[1], hidden, positions, counted)
     bounds = _bounds(model, over, facts.shards)
-    forward = Forward(model, over, bounds[-1], bounds[link.rank], bounds[link.rank + 1], wants_loss=wants_loss)
+    forward = Forward(model, over, bounds, wants_loss=wants_loss)
     forward.last_position = facts.last_position
     _require_table(model, facts.last_position)
     if facts.is_padded:
@@ -489,6 +538,21 @@ def _require_table(model: nn.Module, last: int) -> None:
                 f"position {last}, but {type(module).__name__} has {table.num_embeddings} learned positions: lengthen "
                 "the table with extend_positions(model, length)"
             )
+
+
+@dataclass(frozen=True)
+class _IndexCache:
+    """Take the place of an indexer's cache: the keys of all ranks are those that it holds."""
+
+    forward: Forward
+    name: str
+
+    def update_indexer(self, new: Tensor, layer: int) -> Tensor:
+        """Return the index keys of all ranks, `(batch, seq, head_dim)`. new: those of this rank."""
+        link = self.forward.over.link
+        link.enter(self.name)
+        rows = new.transpose(0, 1).contiguous()
+        return link.whole(rows, self.forward.bounds, "while gathering index keys").transpose(0, 1)
 
 
 class _Past:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from dilated_attention import checks
@@ -115,6 +117,49 @@ def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) 
     if is_vector:
         whole = whole[:, 0]
     return whole.movedim(0, dim)
+
+
+class _Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, tokens: Tensor, bounds: Sequence[int], link: Link, name: str) -> Tensor:
+        number = link.enter(name)
+        wanted = torch.zeros(1, bounds[-1], dtype=torch.bool, device=rows.device)
+        wanted[0, tokens] = True
+        by_rank = link.whole(wanted, range(link.size + 1), "while gathering which rows are wanted")
+        start, stop = bounds[link.rank], bounds[link.rank + 1]
+        peers, index = by_rank[:, start:stop].nonzero(as_tuple=True)
+        leaving = peers.bincount(minlength=link.size).tolist()
+        arriving = [int(wanted[0, first:last].sum()) for first, last in pairwise(bounds)]
+        ctx.save_for_backward(index)
+        ctx.call = (leaving, arriving, len(rows), link, name, number)
+        return link.moved(rows[index], leaving, arriving, "in forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        leaving, arriving, count, link, name, number = ctx.call
+        (index,) = ctx.saved_tensors
+        link.enter(name, number)
+        returned = link.moved(gradient.contiguous(), arriving, leaving, "in backward")
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = torch.zeros(count, *returned.shape[1:], dtype=wide, device=returned.device)
+        total.index_add_(0, index, returned.to(wide))
+        return total.to(gradient.dtype), *(None,) * 4
+
+
+@not_traced
+def fetched(x: Tensor, tokens: Tensor, bounds: Sequence[int], mesh: Mesh, name: str) -> Tensor:
+    """Return some tokens of a sharded sequence, `(batch, tokens, ...)`, from the ranks that hold them.
+
+    Each rank chooses its own. The gradient of a token is the sum of those of all ranks that fetched it.
+
+    Args:
+        x: this rank's shard, `(batch, shard, ...)`. Rank i holds the tokens [bounds[i], bounds[i + 1]).
+        tokens: int64, ascending, distinct, and at least one.
+        name: names the call in errors and in messages, on every rank alike.
+    """
+    rows = x.transpose(0, 1).contiguous()
+    return _Fetched.apply(rows, tokens, bounds, link_of(context_group(mesh)), name).transpose(0, 1)
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh, dim: int = 1, seq_len: int | None = None) -> Tensor:
