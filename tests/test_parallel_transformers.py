@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import signal
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -596,28 +597,39 @@ def test_fully_sharded_parameters():
         assert answer <= EXACT
 
 
-def lost() -> str:
-    """Run a rank that leaves in the backward of a layer, and return what the others raise."""
+def lost(fault: str) -> str:
+    """Run a rank that leaves, stops or uses another window after a forward, and return what the others raise."""
     mesh = mesh_of_all()
     model = build("mistral", NAME)
     set_context_parallel(model, mesh)
-    loss = model(**shard_batch(batch_of("plain"), mesh)).loss
-    if dist.get_rank() == 1:
-        os._exit(3)
+    batch = shard_batch(batch_of("plain"), mesh)
+    loss = model(**batch).loss
+    if dist.get_rank() == 1 and fault == "differing":
+        model.config.sliding_window = 9
+    elif dist.get_rank() == 1:
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}[fault])
     try:
-        loss.backward()
+        model(**batch).loss.backward() if fault == "differing" else loss.backward()
     except ContextParallelError as error:
         return str(error)
     return "no error"
 
 
-def test_a_lost_rank_is_named():
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("killed", "no word within 1 s from rank 1"),
+        ("differing", r"rank 1 has windows=\(\(-8, 8\),\), elsewhere windows=\(\(-7, 7\),\)"),
+        pytest.param("frozen", "no word within 1 s from rank 1", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_lost_rank_is_named(fault, words):
     """Rank 0 keeps the store, which rank 2 may no longer reach when it asks who is lost."""
-    answers = processes.World(3, lost, timeout=20.0).outcomes(60.0, ranks=[0, 2])
-    for rank, missing in ((0, "rank 1"), (2, "")):
-        kind, words = answers[rank]
+    answers = processes.World(3, lost, fault, timeout=5.0).outcomes(40.0, ranks=[0, 2])
+    for rank, missing in ((0, words), (2, "")):
+        kind, said = answers[rank]
         assert kind == "result"
-        assert re.search(rf"model\.layers\.\d\.self_attn, .*{missing}", words, re.DOTALL), words
+        assert re.search(rf"model\.layers\.\d\.self_attn, .*{missing}", said, re.DOTALL), said
 
 
 def generation() -> dict[str, Any]:

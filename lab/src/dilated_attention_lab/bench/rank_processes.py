@@ -28,19 +28,22 @@ from dilated_attention_lab.bench.simulate import RehearsalLink
 Samples = dict[str, list[float]]
 
 
-def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[str] = ()) -> dict[str, Any]:
-    """Run `mode` of this module in `ranks` processes of one thread each, and return what it measures.
+def measure(
+    mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[str] = (), module: str = __name__
+) -> dict[str, Any]:
+    """Run `mode` of a module in `ranks` processes of one thread each, and return what it measures.
 
     Raises RuntimeError if a process fails.
 
     Args:
-        mode: a key of `_MODES`. rounds: how often each contender is timed.
+        mode: a key of the module's `MODES`. rounds: how often each contender is timed.
         limit: a command to start the processes with, which gives them a slower network (`limited`).
+        module: this one, or `model_ranks`.
     """
     place = f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # elsewhere it has another name
     return in_new_process(
-        __name__,
+        module,
         {"mode": mode, "case": case.parameters, "rounds": rounds},
         limit=limit,
         launcher=("torch.distributed.run", *place, "-m"),
@@ -241,19 +244,20 @@ def _selecting(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     return samples
 
 
-_MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring, "selecting": _selecting}
+MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring, "selecting": _selecting}
 
 
 @record  # torchrun then tells a rank's traceback
-def _main(request: dict[str, Any]) -> None:
+def serve(modes: Mapping[str, Callable[[Case, int, ProcessGroup], dict[str, Any]]], request: dict[str, Any]) -> None:
+    """Be one of the processes that `measure` starts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    answer = _MODES[request["mode"]](Case(**request["case"]), request["rounds"], dist.group.WORLD)
+    answer = modes[request["mode"]](Case(**request["case"]), request["rounds"], dist.group.WORLD)
     if dist.get_rank() == 0:
         print(json.dumps(answer), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    serve(MODES, json.loads(sys.argv[1]))

@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from dilated_attention_lab.bench import rank_processes
+from dilated_attention_lab.bench import activations, rank_processes
 from dilated_attention_lab.bench.cases import Case, doubling
 from dilated_attention_lab.bench.measure import UNTOLD, Spread
 from dilated_attention_lab.bench.results import Row
@@ -36,6 +37,13 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     found += [Step(f"{number} processes", partial(_scaling, case, number, rounds)) for number in (2, 4)]
     selecting = Case(method="dense", seq_len=tokens if quick else 131_072, heads=2, is_causal=True)
     found.append(Step("native sparse attention in 8 processes", partial(_selecting, selecting, rounds=1)))
+    for label, run, lengths in (
+        ("Gemma 3's shape, a training step in 8 processes", _training, (4096, 65_536)),
+        ("Gemma 3's shape, a prompt in 4 processes", _prompt, (2048, 32_768)),
+        ("Gemma 3 270M in 4 processes", _released, (2048, 16_384)),
+    ):
+        model = Case(method="dense", seq_len=lengths[0 if quick else 1], is_causal=True)
+        found.append(Step(f"{label}, {model.seq_len:,} tokens", partial(run, model)))
     return [*found, Step(f"a link of {MEGABITS} Mbit/s", partial(_overlap, _case(16384, 4, heads=4), rounds))]
 
 
@@ -114,6 +122,58 @@ def _selecting(case: Case, rounds: int) -> Iterator[Row]:
             f"native sparse attention, forward+backward: {words} of {number}, over 1 / {number} of one process's time"
         )
         yield Row.of(name, parameters, Spread.of_ratios(found[key], found["alone"], number), bar=bar, times=times)
+
+
+def _with_a_model(mode: str, case: Case, number: int) -> Any:
+    return rank_processes.measure(mode, case, number, rounds=1, module="dilated_attention_lab.bench.model_ranks")
+
+
+def _training(case: Case) -> Iterator[Row]:
+    number = 8
+    parameters = {"model": "Gemma 3's shape, 6 layers", "heads": 4, "seq_len": case.seq_len}
+    title = "training step of a transformers model"
+    if why := activations.missing():
+        yield Row(title, parameters, None, "x", refused=why)
+        return
+    found = _with_a_model("training", case, number)
+    times = {name: Spread.of(found[name]) for name in ("alone", "mean", "most")}
+    for key, words, bar in (("mean", "a rank on average", 1.15), ("most", "the busiest rank", None)):
+        name = f"{title}: {words} of {number}, over 1 / {number} of one process's time"
+        yield Row.of(name, parameters, Spread.of_ratios(found[key], found["alone"], number), bar=bar, times=times)
+    name = f"{title}: relative difference of the loss of {number} processes to one process's"
+    yield Row(name, parameters, found["difference"], "", bar=1e-5)
+
+
+def _prompt(case: Case) -> Iterator[Row]:
+    number = 4
+    parameters = {"model": "Gemma 3's shape, 6 layers", "heads": 4, "seq_len": case.seq_len}
+    name = (
+        f"prompt of a transformers model: measured peak memory of one of {number}, without weights, over one process's"
+    )
+    if why := activations.missing():
+        yield Row(name, parameters, None, "x", refused=why)
+        return
+    alone = _with_a_model("prompt", case, 1)
+    shared = _with_a_model("prompt", case, number)
+    if alone["peak"] and shared["peak"]:
+        yield Row(name, parameters, shared["peak"] / alone["peak"], "x", bar=0.35)
+    else:
+        yield Row(name, parameters, None, "x", bar=0.35, refused=UNTOLD)
+    different = sum([x != y for x, y in zip(alone["tokens"], shared["tokens"], strict=True)])
+    name = f"prompt of a transformers model: new tokens, of {len(alone['tokens'])}, that differ from one process's"
+    yield Row(name, parameters, different, "tokens", bar=0)
+
+
+def _released(case: Case) -> Iterator[Row]:
+    number = 4
+    parameters = {"model": "Gemma 3 270M", "heads": 4, "seq_len": case.seq_len}
+    name = f"relative difference of {number} processes to one"
+    if why := activations.missing(activations.GEMMA, "gguf"):
+        yield Row(name, parameters, None, "", refused=why)
+        return
+    found = _with_a_model("released", case, number)
+    for key, words in (("states", "states"), ("logits", "logits of one token in 64"), ("loss", "loss")):
+        yield Row(f"{name}: {words}", parameters, found[key], "", bar=2e-4)
 
 
 def _overlap(case: Case, rounds: int) -> Iterator[Row]:
