@@ -36,7 +36,7 @@ from transformers import (
 import processes
 from dilated_attention import BlockLayout, Dilated, UnsupportedError, Window, attention
 from dilated_attention.errors import ContextParallelError
-from dilated_attention.integrations import chosen_keys, over_ranks
+from dilated_attention.integrations import chosen_keys, forward_over_ranks
 from dilated_attention.integrations.generation_over_ranks import _read
 from dilated_attention.integrations.huggingface import (
     NAME,
@@ -468,7 +468,7 @@ def bytes_moved() -> list[tuple[int, int, int]]:
         return out
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(over_ranks, "attention", counted)
+        patch.setattr(forward_over_ranks, "attention", counted)
         model(**shard_batch(batch_of("right"), mesh))
     return found
 
@@ -681,7 +681,11 @@ def refused_by_one(what: str, forwards: int) -> tuple[str, str]:
     set_context_parallel(model, mesh)
     batch = shard_batch(batch_of("plain"), mesh)
     for _ in range(forwards):
-        model(**batch)
+        try:
+            raise ValueError("an error that is handled")
+        except ValueError:
+            model(**batch)  # no failure
+    assert not link_of(mesh.get_group())._has_refused
     if dist.get_rank() == 1:
         layer = model.model.layers[1]  # the first full one, whose call the ranks have yet to compare
         if what == "mask":
@@ -729,7 +733,7 @@ def blocks_of_tokens() -> None:
     own = shard_batch({"input_ids": batch_of("plain")["input_ids"]}, mesh)
     with torch.no_grad():
         model(**own)
-        forward = over_ranks.Forward(model, ranks_of(model), (0, 22, TOKENS))
+        forward = forward_over_ranks.Forward(model, ranks_of(model), (0, 22, TOKENS))
         shown = Shown(True, blocks=torch.zeros(1, 22, dtype=torch.long), queries=22, keys=22, ranks=forward)
         q = torch.randn(1, 22, 4, 8)
         with pytest.raises(ValueError, match=r"a block of tokens that see one another .* leave the mesh out"):

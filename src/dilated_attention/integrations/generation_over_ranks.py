@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from dilated_attention import UnsupportedError, attention, merge
+from dilated_attention.integrations.forward_over_ranks import Keys, OverRanks, layer_name
 from dilated_attention.integrations.locality import ACTIVE
-from dilated_attention.integrations.over_ranks import Keys, OverRanks, layer_name, ranks_of
+from dilated_attention.integrations.over_ranks import ranks_of
 from dilated_attention.integrations.own_attention import Shown, pattern_of_shown
 from dilated_attention.integrations.sharded_batches import shard_batch
 from dilated_attention.plumbing import checks, from_rank, require_same

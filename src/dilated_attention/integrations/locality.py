@@ -23,7 +23,7 @@ ACTIVE: ContextVar[Any] = ContextVar("forward over ranks", default=None)
 
 
 def active() -> Any:
-    """Return the `over_ranks.Forward` or `Probe` in progress; None: neither, as in a model without a mesh."""
+    """Return the `forward_over_ranks.Forward` or `Probe` in progress; None: neither, as in a model without a mesh."""
     return None if torch.compiler.is_compiling() else ACTIVE.get()
 
 

@@ -8,8 +8,8 @@ and only the rows that a layer needs travel (`attention(..., mesh=)`). Everythin
 from this token and its position alone. `probed` tests that with a few tokens before anything is changed.
 
 A hook of the outermost model begins each forward: the ranks compare their inputs, and what depends on other shards
-(where packed samples begin, which tokens are padding, the length) is gathered once for all layers, as a `Forward`. The
-mask function puts it into the layers' `Shown`, and so it reaches a layer that is recomputed in the backward as well.
+(where packed samples begin, which tokens are padding, the length) is gathered once for all layers, as a `Forward`
+(`forward_over_ranks`).
 """
 
 from __future__ import annotations
@@ -17,32 +17,29 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
-from dilated_attention import Dilated, UnsupportedError, attention
-from dilated_attention.integrations.chosen_keys import attend_chosen, that_are_shown
+from dilated_attention import UnsupportedError
+from dilated_attention.integrations.forward_over_ranks import LAYER, Forward, OverRanks, Past
+from dilated_attention.integrations.forward_over_ranks import layer_name as layer_name
 from dilated_attention.integrations.locality import ACTIVE, accepts, probed
 from dilated_attention.integrations.locality import active as active
-from dilated_attention.integrations.own_attention import Chosen, Shown, pattern_of_shown
+from dilated_attention.integrations.own_attention import Shown
 from dilated_attention.integrations.positions import position_table
 from dilated_attention.integrations.sharded_batches import NOT_SHIFTED, SHIFTED, GlobalLoss
-from dilated_attention.plumbing import Link, Mesh, balanced_bounds, checks, context_group, fetched, held_mesh, link_of
+from dilated_attention.plumbing import Link, Mesh, balanced_bounds, checks, held_mesh
 
 NAME = "dilated_attention"
 
 _OVER = "_over_ranks"
 """The attribute in which a model holds its `OverRanks`."""
-
-_LAYER = "_layer_over_ranks"
-"""The attribute in which an attention layer of such a model holds its name."""
 
 _REFUSED_ARGUMENTS = {
     "past_key_values": "a cache holds one rank's keys; call the model on whole sequences with use_cache=False",
@@ -56,215 +53,6 @@ _REFUSED_ARGUMENTS = {
 }
 
 
-def layer_name(module: nn.Module) -> str | None:
-    """Return the name of an attention layer of a model over a mesh; None: it is of another model."""
-    return module.__dict__.get(_LAYER)
-
-
-@dataclass(frozen=True, eq=False)
-class Keys:
-    """Hold keys and values `(batch, rows, kv_heads, head_dim)` of a layer; `first` is the position of the first."""
-
-    k: Tensor
-    v: Tensor
-    first: int
-
-    @classmethod
-    def none(cls, k: Tensor, v: Tensor, first: int) -> Keys:
-        """Return no rows, of the shapes of k and v."""
-        return cls(k[:, :0], v[:, :0], first)
-
-    def followed_by(self, k: Tensor, v: Tensor) -> Keys:
-        return Keys(torch.cat([self.k, k], 1), torch.cat([self.v, v], 1), self.first)
-
-
-@dataclass
-class OverRanks:
-    """Hold how a model runs over ranks.
-
-    Attributes:
-        seq_len: the global length that every batch must have; None: any.
-        finds_packed: whether the model makes masks of packed samples from position_ids that restart.
-        is_dilated: whether some layer has a dilated pattern.
-        chooses: whether some layer lists the keys of each query.
-        left_sums: whether a forward returned the losses of this rank's tokens, for the caller to add up.
-        kept: where a forward leaves the keys of this rank that later tokens see, by layer; None: nowhere.
-    """
-
-    mesh: DeviceMesh
-    transport: str
-    seq_len: int | None
-    finds_packed: bool
-    is_dilated: bool
-    chooses: bool
-    left_sums: bool = False
-    kept: dict[nn.Module, Keys] | None = None
-
-    @property
-    def link(self) -> Link:
-        return link_of(context_group(self.mesh))
-
-
-@dataclass(eq=False)
-class Forward:
-    """Hold what the layers of one forward share.
-
-    Attributes:
-        bounds: the edges of the ranks' shards.
-        samples: for each row of the batch, the edges of its packed samples in the whole sequence; None: not packed.
-        places: `(batch, seq)`, the positions of all ranks' tokens, where they are packed; otherwise None.
-        hidden: `(batch, seq)`, True for padding, of all ranks' tokens; None: no padding.
-        last_position: the greatest of all ranks' position_ids.
-        wants_loss, made_loss: whether labels were given, and whether their global mean was computed.
-    """
-
-    model: nn.Module
-    over: OverRanks
-    bounds: tuple[int, ...]
-    samples: list[list[int]] | None = None
-    places: Tensor | None = None
-    hidden: Tensor | None = None
-    last_position: int = 0
-    wants_loss: bool = False
-    made_loss: bool = False
-
-    def __post_init__(self) -> None:
-        rank = self.over.link.rank
-        self.seq_len = self.bounds[-1]
-        self.start = self.bounds[rank]
-        self.stop = self.bounds[rank + 1]
-
-    @property
-    def ends_with_padding(self) -> bool:
-        """Return whether in every row all padding follows the tokens, so that no token of a causal layer sees it."""
-        return self.hidden is None or not (self.hidden[:, :-1] & ~self.hidden[:, 1:]).any()
-
-    def described(self, shown: Shown) -> Shown:
-        """Return what a mask of this rank's shard shows, placed in the whole sequence."""
-        return replace(shown, q_start=self.start, k_start=self.start, ranks=self)
-
-    def attend(
-        self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, *, indices: Tensor | None,
-        **options: Any,
-    ) -> Tensor:  # fmt: skip
-        """Return what `own_attention.attend` does on one device, for this rank's shard of q, k and v.
-
-        indices: the keys that each query of this shard lists, as in `chosen_keys.as_listed`; None: no lists.
-        """
-        if shown.blocks is not None:
-            self._refuse("a block of tokens that see one another (a prefix, an image) over a mesh", q)
-        if indices is not None and indices.shape[2] < self.seq_len:
-            return self._attend_listed(shown, indices, q, k, v, layer, options)
-        if self.over.kept is not None:
-            self.over.kept[layer] = self._seen_later(shown, k, v)
-        options |= self._options(layer) | {"is_causal": shown.is_causal}
-        whole = replace(shown, q_start=0, k_start=0, queries=self.seq_len, keys=self.seq_len)
-        hidden = None
-        if self.hidden is not None and not (shown.is_causal and self.ends_with_padding):
-            hidden = self.hidden[:, self.start : self.stop]
-
-        edges = self._edges(shown)
-        if edges is None:
-            pattern, _ = pattern_of_shown(whole, 0, self.seq_len)
-            return _out(attention(q, k, v, pattern, key_padding_mask=hidden, **options))
-        if self.samples is not None:  # chunks begin at edges
-            whole = replace(whole, chunk=None)
-        pattern, _ = pattern_of_shown(whole, 0, self.seq_len)
-        parts = []
-        for i, of_row in enumerate(edges):
-            row = slice(i, i + 1)
-            mask = None if hidden is None else hidden[row]
-            bounds = torch.tensor(of_row)
-            part = attention(q[row], k[row], v[row], pattern, cu_seqlens=bounds, key_padding_mask=mask, **options)
-            parts.append(_out(part))
-        return torch.cat(parts)
-
-    def _attend_listed(
-        self, shown: Shown, indices: Tensor, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, options: dict[str, Any]
-    ) -> Tensor:
-        """Return the attention of this rank's queries over the keys that they list, `(batch, shard, k)`. Only the keys
-        that some query of this rank lists travel."""
-        lists = that_are_shown(self._over_all_keys(shown), indices)
-        is_listed = torch.zeros(self.seq_len, dtype=torch.bool, device=q.device)
-        is_listed[self.start] = True  # every rank takes part in the backward
-        is_listed[lists[lists >= 0].long()] = True
-        number = is_listed.cumsum(0) - 1  # of a key among those that are listed
-
-        widths = [k.shape[3], v.shape[3]]
-        tokens = is_listed.nonzero()[:, 0]
-        rows = fetched(torch.cat([k, v], 3), tokens, self.bounds, self.over.mesh, layer_name(layer) or "")
-        k, v = rows.split(widths, 3)
-        lists = number[lists.long()].masked_fill(lists < 0, -1)
-        return attend_chosen(Chosen(lists[:, None]), q, k, v, **options)
-
-    def _over_all_keys(self, shown: Shown) -> Shown:
-        """Return what this rank's queries see of the keys of all ranks."""
-        samples = None
-        if self.samples is not None:
-            samples = torch.zeros(len(self.samples), self.seq_len, dtype=torch.int64, device=shown.device)
-            for row, edges in zip(samples, self.samples, strict=True):
-                row[edges[1:-1]] = 1
-            samples = samples.cumsum(1)
-        return replace(shown, samples=samples, hidden=self.hidden, k_start=0, keys=self.seq_len, ranks=None)
-
-    def index(self, shown: Shown, indexer: nn.Module) -> tuple[Shown, _IndexCache]:
-        """Return the mask that an indexer reads on this rank, and what takes the place of its cache."""
-        return self._over_all_keys(shown), _IndexCache(self, layer_name(indexer) or "")
-
-    def _seen_later(self, shown: Shown, k: Tensor, v: Tensor) -> Keys:
-        """Return the keys of this rank that tokens after the sequence see."""
-        first = 0
-        if shown.window is not None:
-            first = self.seq_len - shown.window + 1
-        if shown.chunk is not None:
-            first = self.seq_len // shown.chunk * shown.chunk
-        first = min(max(first, self.start), self.stop)
-        rows = slice(first - self.start, None)
-        return Keys(k[:, rows].clone(), v[:, rows].clone(), first)
-
-    def attend_dilated(
-        self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, layer: nn.Module, **options: Any
-    ) -> Tensor:
-        """Return dilated attention of this rank's shard of q, k and v."""
-        lengths = None if self.hidden is None else (~self.hidden).sum(1)
-        options |= self._options(layer) | {"is_causal": shown.is_causal, "lengths": lengths}
-        return _out(attention(q, k, v, pattern, **options))
-
-    def _options(self, layer: nn.Module) -> dict[str, Any]:
-        name = layer_name(layer) or type(layer).__name__
-        return {"mesh": self.over.mesh, "transport": self.over.transport, "seq_len": self.seq_len, "layer": name}
-
-    def _edges(self, shown: Shown) -> list[list[int]] | None:
-        """Return where the tokens of each row of the batch are cut: at packed samples, at their chunks, and before the
-        first real token if chunks count from there. None: nowhere."""
-        if self.samples is not None:
-            if shown.chunk is None:
-                return self.samples
-            assert self.places is not None
-            places = self.places
-            if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # before transformers 5.23
-                places = torch.arange(self.seq_len).expand_as(places)
-            cut = []
-            for row, edges in zip(places, self.samples, strict=True):
-                begins = (row % shown.chunk == 0).nonzero()[:, 0].tolist()
-                cut.append(sorted({*edges, *begins}))
-            return cut
-        if shown.chunk is None or self.hidden is None:
-            return None
-        first = (~self.hidden).to(torch.uint8).argmax(1).tolist()
-        if not any(first):
-            return None
-        return [sorted({0, token, self.seq_len}) for token in first]
-
-    def _refuse(self, problem: str, q: Tensor) -> None:
-        self.over.link.refuse(f"{problem} is not supported: leave the mesh out", q.device)
-
-
-def _out(found: Any) -> Tensor:
-    assert isinstance(found, Tensor)
-    return found
-
-
 def set_over_ranks(
     model: PreTrainedModel, mesh: Mesh | None, transport: str = "auto", layer: str = "", seq_len: int | None = None
 ) -> None:
@@ -272,35 +60,27 @@ def set_over_ranks(
 
     Raises UnsupportedError for a model whose other layers look along the sequence, before anything travels.
     """
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if mesh is None:
-        for module in model.modules():
-            module.__dict__.pop(_LAYER, None)
-        for part in parts:
-            part.__dict__.pop(_OVER, None)
-            if isinstance(part.__dict__.get("_loss_function"), GlobalLoss):
-                del part.__dict__["_loss_function"]
+        _forget(model)
         return
     held = held_mesh(mesh)
     assert held is not None
-    present = model.__dict__.get(_OVER)
     if seq_len is not None:
         seq_len = checks.positive("seq_len", seq_len)
-    if (
-        layer
-        and present is not None
-        and (present.mesh, present.transport, present.seq_len) == (held, transport, seq_len)
-    ):
+    present = model.__dict__.get(_OVER)
+    if layer and present is not None and present.is_of(held, transport, seq_len):
         return  # a part of a model that has it already
+
     found = probed(model)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     is_dilated = any(getattr(part.config, NAME, None) is not None for part in parts)
     over = OverRanks(held, transport, seq_len, found.finds_packed, is_dilated, bool(found.indexers))
     for module, name in found.layers.items():
-        module.__dict__[_LAYER] = name
+        module.__dict__[LAYER] = name
         if "get_seq_length" in inspect.getsource(type(module).forward):
             _hook(module, _give_past)
     for module in found.indexers:
-        module.__dict__[_LAYER] = found.names[module]
+        module.__dict__[LAYER] = found.names[module]
     for module in model.modules():
         if "Rotary" in type(module).__name__:
             _hook(module, _extend)
@@ -314,6 +94,16 @@ def set_over_ranks(
         kind = getattr(part, "loss_type", None)
         if kind in SHIFTED | NOT_SHIFTED and "_loss_function" not in part.__dict__:
             part.__dict__["_loss_function"] = GlobalLoss(held, kind in SHIFTED)
+
+
+def _forget(model: nn.Module) -> None:
+    """Remove what `set_over_ranks` wrote into a model, but for its hooks, which then do nothing."""
+    for module in model.modules():
+        held = module.__dict__
+        held.pop(LAYER, None)
+        held.pop(_OVER, None)
+        if isinstance(held.get("_loss_function"), GlobalLoss):
+            del held["_loss_function"]
 
 
 def ranks_of(model: nn.Module) -> OverRanks | None:
@@ -351,12 +141,11 @@ def _leave(model: nn.Module, args: Any, given: Any, output: Any) -> None:
     if not isinstance(forward, Forward) or forward.model is not model:
         return
     ACTIVE.set(None)
-    error = sys.exc_info()[1]
-    if error is not None:  # it may be this rank's alone
-        forward.over.link.leave(str(error))
+    if output is None:  # the forward has failed, perhaps on this rank alone
+        forward.over.link.leave(str(sys.exc_info()[1]))
     elif given.get("fused_lm_head"):  # of TRL
         forward.over.left_sums = True
-    elif output is not None and forward.wants_loss and not forward.made_loss:
+    elif forward.wants_loss and not forward.made_loss:
         raise UnsupportedError(
             f"{type(model).__name__} computes its loss itself, over this rank's shard alone: leave labels out, and "
             "give cp_mean the sum of the losses and their number"
@@ -370,20 +159,23 @@ def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Fo
     """
     given = dict(given)
     link = over.link
-    problem, inputs = _checked(model, over, given)
+    inputs = given.get("input_ids")
+    if inputs is None:
+        inputs = given.get("inputs_embeds")
+    problem = _problem(model, inputs, given)
     mask = given.get("attention_mask")
     positions = given.get("position_ids")
     wants_loss = given.get("labels") is not None or given.get("shift_labels") is not None
     text = {
         "function": type(model).__name__,
-        "batch": None if inputs is None else inputs.shape[0],
+        "batch": inputs.shape[0] if isinstance(inputs, Tensor) and inputs.ndim else None,
         "attention_mask": mask is not None,
         "labels": wants_loss,
         "num_items_in_batch": given.get("num_items_in_batch") is not None,
         "training": model.training,
     }
     link.place = f"{type(model).__name__}.forward"
-    device = torch.device("cpu") if inputs is None else inputs.device
+    device = inputs.device if isinstance(inputs, Tensor) else torch.device("cpu")
     link.compare("\n".join([f"{key}={value}" for key, value in text.items()]), problem, device)
     assert inputs is not None
     assert positions is not None
@@ -486,39 +278,36 @@ def _require_dilatable(forward: Forward) -> None:
         )
 
 
-def _checked(model: nn.Module, over: OverRanks, given: Mapping[str, Any]) -> tuple[str | None, Tensor | None]:
-    """Return why this rank's arguments are refused, if they are, and its tokens or embeddings."""
-    inputs = given.get("input_ids")
-    if inputs is None:
-        inputs = given.get("inputs_embeds")
+def _problem(model: nn.Module, inputs: Any, given: Mapping[str, Any]) -> str | None:
+    """Return why this rank's arguments are refused; None: they are not. inputs: its tokens or embeddings."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
-        return "give input_ids or inputs_embeds, (batch, shard, ...)", None
+        return "give input_ids or inputs_embeds, (batch, shard, ...)"
     for name, remedy in _REFUSED_ARGUMENTS.items():
         value = given.get(name)
         if value is not None and value is not False:
-            return f"{name} over a mesh is not supported: {remedy}", inputs
-    config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        return f"config.output_router_logits over a mesh: {_REFUSED_ARGUMENTS['output_router_logits']}", inputs
+            return f"{name} over a mesh is not supported: {remedy}"
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        return f"config.output_router_logits over a mesh: {_REFUSED_ARGUMENTS['output_router_logits']}"
     if given.get("use_cache"):
-        return f"use_cache=True over a mesh is not supported: {_REFUSED_ARGUMENTS['cache']}", inputs
+        return f"use_cache=True over a mesh is not supported: {_REFUSED_ARGUMENTS['cache']}"
+
     mask = given.get("attention_mask")
-    if mask is not None and tuple(mask.shape) != tuple(inputs.shape[:2]):
-        return f"attention_mask must be this rank's, {tuple(inputs.shape[:2])}; got {tuple(mask.shape)}", inputs
+    shape = tuple(inputs.shape[:2])
+    if mask is not None and tuple(mask.shape) != shape:
+        return f"attention_mask must be this rank's, {shape}; got {tuple(mask.shape)}"
     positions = given.get("position_ids")
     if positions is None:
-        return "position_ids are missing, which tell a shard from a whole text: use shard_batch(batch, mesh)", inputs
+        return "position_ids are missing, which tell a shard from a whole text: use shard_batch(batch, mesh)"
     if positions.shape[-1] != inputs.shape[1]:
-        return (
-            f"position_ids must be those of this rank's {inputs.shape[1]} tokens; got {tuple(positions.shape)}",
-            inputs,
-        )
+        return f"position_ids must be those of this rank's {inputs.shape[1]} tokens; got {tuple(positions.shape)}"
+
     kind = getattr(model, "loss_type", None)
-    if given.get("labels") is not None and given.get("shift_labels") is None and kind in SHIFTED:
-        return "labels without shift_labels: the label of the last token is on the next rank; use shard_batch", inputs
-    if given.get("shift_labels") is not None and kind in NOT_SHIFTED:
-        return f"shift_labels for {type(model).__name__}, which does not shift: shard_batch(..., shift=False)", inputs
-    return None, inputs
+    shifted = given.get("shift_labels")
+    if given.get("labels") is not None and shifted is None and kind in SHIFTED:
+        return "labels without shift_labels: the label of the last token is on the next rank; use shard_batch"
+    if shifted is not None and kind in NOT_SHIFTED:
+        return f"shift_labels for {type(model).__name__}, which does not shift: shard_batch(..., shift=False)"
+    return None
 
 
 def _counted(positions: Tensor, batch: int) -> Tensor | None:
@@ -540,44 +329,14 @@ def _require_table(model: nn.Module, last: int) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _IndexCache:
-    """Take the place of an indexer's cache: the keys of all ranks are those that it holds."""
-
-    forward: Forward
-    name: str
-
-    def update_indexer(self, new: Tensor, layer: int) -> Tensor:
-        """Return the index keys of all ranks, `(batch, seq, head_dim)`. new: those of this rank."""
-        link = self.forward.over.link
-        link.enter(self.name)
-        rows = new.transpose(0, 1).contiguous()
-        return link.whole(rows, self.forward.bounds, "while gathering index keys").transpose(0, 1)
-
-
-class _Past:
-    """Take the place of a layer's cache, and say that the tokens of earlier ranks have been seen: some layers scale
-    their queries by the position that they compute from it (Llama 4)."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return self.start
-
-    def update(self, key: Tensor, value: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        return key, value
-
-
 def _give_past(layer: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-    """Give a `_Past` to a layer that asks a cache for the number of tokens."""
+    """Give a `Past` to a layer that asks a cache for the number of tokens."""
     shown = given.get("attention_mask")
-    ranks = getattr(shown, "ranks", None) if isinstance(shown, Shown) else None
-    if ranks is None:
+    if not isinstance(shown, Shown) or shown.ranks is None:
         return None
     for name in ("past_key_values", "cache"):  # its name from transformers 5.24 on is the second
         if name in inspect.signature(layer.forward).parameters:
-            return args, {**given, name: _Past(ranks.start)}
+            return args, {**given, name: Past(shown.ranks.start)}
     return None
 
 

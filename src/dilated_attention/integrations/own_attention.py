@@ -144,7 +144,7 @@ class Shown(NotATensor):
         hidden: `(batch, keys)`, True for padding; None: no key is hidden.
         skips_padding: queries that are padding may get 0; otherwise they get what the model gives them.
         device: the device of the model's tensors.
-        ranks: over a mesh, the `over_ranks.Forward` that computes the layer; None on one device.
+        ranks: over a mesh, the `forward_over_ranks.Forward` that computes the layer; None on one device.
     """
 
     dtype: ClassVar[torch.dtype] = torch.bool  # what layers with an indexer ask of a mask
