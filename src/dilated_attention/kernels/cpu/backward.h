@@ -71,11 +71,11 @@ class BackwardDq {
     const int64_t b = task.b, h = tile.head, n = h * call.G + task.g, heads = call.H * call.G;
     const int joined = int(call.joined), rows = rows_in(call, b, tile) * joined;
     if (rows == 0) return;
-    int64_t *token = parts.take<int64_t>(own), *at = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
+    int64_t *token = parts.take<int64_t>(own), *numbers = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
     int64_t *dout_at = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
     int32_t *bit = parts.take<int32_t>(own);
-    for (int i = 0; i < own; i++) row[i] = i / joined, token[i] = tile.start + int64_t(row[i]) * tile.stride;
+    number_rows(tile, joined, own, row, token);
     if (call.kinds) number_bits(row, rows, bit);
     const Held held{rows, token, row, tile.within, bit};
     float *q = parts.take(own * shape.stride), *dout = parts.take(own * shape.stride);
@@ -84,11 +84,13 @@ class BackwardDq {
     int32_t *word = parts.take<int32_t>(CHUNK);
 
     const auto K = inputs.k(b, h), V = inputs.v(b, h);
-    const auto Q = side_by_side(inputs.q(b, n), call.qsh, joined, token, rows, q_at);
-    const auto dO = side_by_side(inputs.dout(b, n), call.dsh, joined, token, rows, dout_at);
-    shape.gather_lanes(Q, q_at, rows, q);
-    shape.gather_lanes(dO, dout_at, rows, dout);
-    const auto stats = side_by_side(inputs.stats(b, n), 2, joined, token, rows, at);
+    const SideBySide of_q = side_by_side(joined, token, rows, call.qsn, call.qsh, q_at);
+    const SideBySide of_dout = side_by_side(joined, token, rows, call.dsn, call.dsh, dout_at);
+    const SideBySide written = side_by_side(joined, token, rows, heads, 1, numbers);
+    const int64_t *at = written.at;
+    shape.gather_lanes(Rows<const Element>{inputs.q(b, n).base, of_q.step}, of_q.at, rows, q);
+    shape.gather_lanes(Rows<const Element>{inputs.dout(b, n).base, of_dout.step}, of_dout.at, rows, dout);
+    const Rows<const float> stats{inputs.stats(b, n).base, 2 * written.step};
     read_stats(stats, at, rows, round_up(rows, LANES), lse, delta);
     const int64_t sums = round_up(rows, LANES) * shape.columns;
     for (int64_t i = 0; i < sums; i += WIDTH) store(dq + i, zeros());
@@ -99,7 +101,7 @@ class BackwardDq {
 
     const auto with_gradient = [&](auto body) {
       with_rows<Element>(call.dq, call.add_dq, b, n, call.N, heads, call.D, [&](auto to, bool add) {
-        if (joined > 1) to.step = call.D;
+        to.step = written.step * call.D;
         body(to, add);
       });
     };

@@ -72,10 +72,11 @@ class ForwardByBlock {
   void compute(int64_t first_line, int64_t last_line, int64_t b, int64_t g, float *memory) const {
     Parts parts(memory);
     const Tile &any = tile_of(call, first_line);
-    const int64_t h = any.head, n = h * call.G + g, heads = call.H * call.G, joined = call.joined;
+    const int64_t h = any.head, n = h * call.G + g, heads = call.H * call.G;
+    const int joined = int(call.joined);
     const int64_t tiles = last_line - first_line;
     List *lists = parts.take<List>(own);
-    int64_t *token = parts.take<int64_t>(own), *at = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
+    int64_t *token = parts.take<int64_t>(own), *numbers = parts.take<int64_t>(own), *room = parts.take<int64_t>(own);
     int64_t *listed = parts.take<int64_t>(own);
     int32_t *limit = parts.take<int32_t>(own);  // the last position that a row sees
     float *m = parts.take(own), *z = parts.take(own), *acc = parts.take(own * shape.columns);
@@ -93,9 +94,12 @@ class ForwardByBlock {
         limit[rows++] = near == 1 << 30 ? EVERY : row + near;
       }
     }
-    const auto out = side_by_side(head_of<Element>(call.out, b, n, call.N, heads, call.D), call.D, joined, token, rows, at);
-    const Rows<float> lse{call.lse + b * call.N * heads + n, joined == 1 ? heads : 1};
-    const auto Q = side_by_side(inputs.q(b, n), call.qsh, joined, token, rows, q_at);
+    const SideBySide written = side_by_side(joined, token, rows, heads, 1, numbers);
+    const int64_t *at = written.at;
+    const Rows<Element> out{head_of<Element>(call.out, b, n, call.N, heads, call.D).base, written.step * call.D};
+    const Rows<float> lse{call.lse + b * call.N * heads + n, written.step};
+    const SideBySide of_q = side_by_side(joined, token, rows, call.qsn, call.qsh, room);
+    const Rows<const Element> Q{inputs.q(b, n).base, of_q.step};
     for (int64_t x = 0; x < tiles; x++) {
       const Tile &tile = tile_of(call, first_line + x);
       for (int64_t i = lists[x].first_row; i < lists[x].first_row + tile.rows * joined; i++)
@@ -113,7 +117,7 @@ class ForwardByBlock {
         }
         next = least(next, block_of(list));
       }
-      add_block(any, block, b, h, n, Q, {count, listed, token, q_at, limit, m, z, acc}, parts);
+      add_block(any, block, b, h, n, Q, {count, listed, token, of_q.at, limit, m, z, acc}, parts);
       block = next;
     }
 
@@ -217,7 +221,7 @@ class ForwardByBlock {
       token[i] = listing.token[from], q_at[i] = listing.q_at[from], limit[i] = listing.limit[from];
       m[i] = some ? listing.m[from] : -INF, z[i] = some ? listing.z[from] : 0, ones[i] = 1;
     }
-    const Held held{count, token, limit};
+    const Held held{count, token, limit, 0, nullptr};
     const Words words{call.query_words != nullptr, words_a, words_b, words_k, int32_t(call.threshold),
                       float(call.keep_scale)};
     if (words.any)

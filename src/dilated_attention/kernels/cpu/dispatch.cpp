@@ -88,6 +88,11 @@ int estimate(int64_t, Estimator estimator, int64_t type, const Estimate &call) {
 
 #endif
 
+struct Field {
+  const char *name;
+  size_t offset;
+};
+
 }  // namespace
 
 extern "C" {
@@ -103,18 +108,22 @@ const char *dilated_attention_sources() { return SOURCES_DIGEST; }
 
 // The fields of Call, "name offset" each, and its size: backends/cpu.py compares them with its own structure.
 const char *dilated_attention_call_fields() {
-#define AT(field) " " #field " " + std::to_string(offsetof(Call, field)) +
-  static const std::string fields =
-      AT(q) AT(k) AT(v) AT(dout) AT(out) AT(lse) AT(dlse) AT(stats) AT(dq) AT(dk) AT(dv) AT(lines) AT(jobs) AT(indptr)
-          AT(indices) AT(kinds) AT(bits) AT(hidden) AT(lengths) AT(query_words) AT(key_words) AT(bias) AT(bias_sums)
-              AT(query_at) AT(key_at) AT(B) AT(N) AT(M) AT(H) AT(G) AT(D) AT(qsb) AT(qsn) AT(qsh) AT(ksb) AT(ksn) AT(ksh)
-                  AT(vsb) AT(vsn) AT(vsh) AT(dsb) AT(dsn) AT(dsh) AT(job_count) AT(spans) AT(own) AT(lsb) AT(lsh) AT(LH)
-                      AT(size) AT(row_bytes) AT(kwn) AT(kwh) AT(threshold) AT(add_dq) AT(add_dkdv) AT(few) AT(joined)
-                          AT(by_block) AT(threads) AT(bias_kind) AT(bias_batch) AT(bias_head) AT(bias_row) AT(bias_at)
-                              AT(column_of_key) AT(column_of_query) AT(first_column) AT(columns) AT(axes)
-                                  AT(query_at_batch) AT(key_at_batch) AT(bias_shared) AT(keep_scale) AT(scores) " size " +
-      std::to_string(sizeof(Call));
+#define AT(field) Field{#field, offsetof(Call, field)}
+  static constexpr Field FIELDS[] = {
+      AT(q), AT(k), AT(v), AT(dout), AT(out), AT(lse), AT(dlse), AT(stats), AT(dq), AT(dk), AT(dv), AT(lines), AT(jobs),
+      AT(indptr), AT(indices), AT(kinds), AT(bits), AT(hidden), AT(lengths), AT(query_words), AT(key_words), AT(bias),
+      AT(bias_sums), AT(query_at), AT(key_at), AT(B), AT(N), AT(M), AT(H), AT(G), AT(D), AT(qsb), AT(qsn), AT(qsh),
+      AT(ksb), AT(ksn), AT(ksh), AT(vsb), AT(vsn), AT(vsh), AT(dsb), AT(dsn), AT(dsh), AT(job_count), AT(spans),
+      AT(own), AT(lsb), AT(lsh), AT(LH), AT(size), AT(row_bytes), AT(kwn), AT(kwh), AT(threshold), AT(add_dq),
+      AT(add_dkdv), AT(few), AT(joined), AT(by_block), AT(threads), AT(bias_kind), AT(bias_batch), AT(bias_head),
+      AT(bias_row), AT(bias_at), AT(column_of_key), AT(column_of_query), AT(first_column), AT(columns), AT(axes),
+      AT(query_at_batch), AT(key_at_batch), AT(bias_shared), AT(keep_scale), AT(scores)};
 #undef AT
+  static const std::string fields = [] {
+    std::string all;
+    for (const auto &[name, offset] : FIELDS) all += std::string(name) + " " + std::to_string(offset) + " ";
+    return all + "size " + std::to_string(sizeof(Call));
+  }();
   return fields.c_str();
 }
 

@@ -43,10 +43,10 @@ class Forward {
     const Tile &tile = *task.tile;
     const int64_t b = task.b, h = tile.head, n = h * call.G + task.g, heads = call.H * call.G;
     const int joined = int(call.joined), rows = rows_in(call, b, tile) * joined;
-    int64_t *token = parts.take<int64_t>(own), *at = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
+    int64_t *token = parts.take<int64_t>(own), *numbers = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
     int32_t *row = parts.take<int32_t>(own), *a = parts.take<int32_t>(own), *w = parts.take<int32_t>(own);
     int32_t *bit = parts.take<int32_t>(own);
-    for (int i = 0; i < own; i++) row[i] = i / joined, token[i] = tile.start + int64_t(row[i]) * tile.stride;
+    number_rows(tile, joined, own, row, token);
     if (call.kinds) number_bits(row, rows, bit);
     const Held held{rows, token, row, tile.within, bit};
     float *q = parts.take(own * shape.stride), *m = parts.take(own), *z = parts.take(own);
@@ -54,8 +54,10 @@ class Forward {
     float *s = parts.take(CHUNK * LANES);
     int32_t *x = parts.take<int32_t>(CHUNK);
 
-    const auto out = side_by_side(head_of<Element>(call.out, b, n, call.N, heads, call.D), call.D, joined, token, own, at);
-    const Rows<float> lse{call.lse + b * call.N * heads + n, joined == 1 ? heads : 1};
+    const SideBySide written = side_by_side(joined, token, tile.rows * joined, heads, 1, numbers);
+    const int64_t *at = written.at;
+    const Rows<Element> out{head_of<Element>(call.out, b, n, call.N, heads, call.D).base, written.step * call.D};
+    const Rows<float> lse{call.lse + b * call.N * heads + n, written.step};
     for (int i = rows; i < tile.rows * joined; i++) {
       *lse[at[i]] = -INF;
       std::memset(static_cast<void *>(out[at[i]]), 0, call.D * sizeof(Element));
@@ -63,8 +65,8 @@ class Forward {
     if (rows == 0) return;
 
     const auto K = inputs.k(b, h), V = inputs.v(b, h);
-    const auto Q = side_by_side(inputs.q(b, n), call.qsh, joined, token, rows, q_at);
-    shape.gather_lanes(Q, q_at, rows, q);
+    const SideBySide of_q = side_by_side(joined, token, rows, call.qsn, call.qsh, q_at);
+    shape.gather_lanes(Rows<const Element>{inputs.q(b, n).base, of_q.step}, of_q.at, rows, q);
     prepare(tile, rows, out, lse, at, m, z, acc);
     const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
     if (words.any) read_query_words(call, b, n, token, rows, a, w, joined);

@@ -233,11 +233,12 @@ struct Running {
   for (int j = w.from; j < w.to; j++) store(s + j * LANES, load(s + j * LANES) * all(scale));
 }
 
-// One step of the online softmax. v are values of the chunk, s is room for CHUNK rows.
+// One step of the online softmax. v are values of the chunk, s is room for CHUNK rows. Not inlined, as attend_dq and
+// attend_dkdv are not: what one of their forms needs leaves the loops of the others alone.
 template <class Arithmetic, class Bias>
-inline void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, const Word *v, Running run,
-                   const Held &held, int group, const Chunk &chunk, Scaling scaling, const Words &words,
-                   const Bias &bias, float *s) {
+[[gnu::noinline]]
+void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, const Word *v, Running run, const Held &held,
+            int group, const Chunk &chunk, Scaling scaling, const Words &words, const Bias &bias, float *s) {
   const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
@@ -298,10 +299,10 @@ inline Lanes where_seen(Lanes s, bool masked, Lanes x) { return masked ? only(in
 // dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do v - delta). k_values are the keys as values, s
 // and dp room for CHUNK rows.
 template <bool CAPPED, class Arithmetic, class Bias>
-inline void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dout, const Word *k, const Word *v,
-                      const Word *k_values, const float *lse, const float *delta, float *dq, const Held &held,
-                      int group, const Chunk &chunk, Scaling scaling, const Words &words, const Bias &bias, float *s,
-                      float *dp) {
+[[gnu::noinline]]
+void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dout, const Word *k, const Word *v,
+               const Word *k_values, const float *lse, const float *delta, float *dq, const Held &held, int group,
+               const Chunk &chunk, Scaling scaling, const Words &words, const Bias &bias, float *s, float *dp) {
   const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
@@ -355,9 +356,10 @@ enum class Formed { plainly, capped, biased };  // how scores are made of produc
 // dv += p do and dk += ds q (short of the scale). With `rows` also ds, [CHUNK][row_words] with 0 where nothing is seen,
 // for a product with keys. s and dp are room for CHUNK rows. Returns the rows of the chunk that were seen.
 template <Formed FORMED, class Arithmetic, class Bias>
-inline Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, const Held &held,
-                          int group, const Chunk &chunk, Scaling scaling, const Words &words, Bias &bias, float *s,
-                          float *dp, Word *rows, int64_t row_words) {
+[[gnu::noinline]]
+Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, const Held &held,
+                   int group, const Chunk &chunk, Scaling scaling, const Words &words, Bias &bias, float *s, float *dp,
+                   Word *rows, int64_t row_words) {
   constexpr bool CAPPED = FORMED == Formed::capped, BIASED = FORMED == Formed::biased;
   const Window w = window<Side::keys, Arithmetic::ROWS>(held, group, chunk);
   constexpr int WORDS = LANES / Arithmetic::PER_WORD;

@@ -2,7 +2,6 @@
 // what a thread keeps of it, and where rows, words and statistics lie.
 #pragma once
 #include <algorithm>
-#include <numeric>
 
 #include "online.h"
 #include "threads.h"
@@ -85,10 +84,7 @@ class Stream {
       chunk.place = chunk.count == 0 && at % CHUNK == 0 ? before + at / CHUNK : -1;
       chunk.origin = chunk.place < 0 ? Origin{} : Origin{run.start + at * run.stride, run.stride, take};
       chunk.edged |= at + take - 1 > high(run) || at < low(run) + tile.rows - 1;
-      for (int64_t j = at; j < at + take; j++) {
-        const int64_t token = run.start + j * run.stride;
-        add(chunk, token, run, j);
-      }
+      add(chunk, int(take));
       at += take;
     }
     return chunk.count > 0;
@@ -105,42 +101,76 @@ class Stream {
   int64_t before = 0;       // chunks of the spans before
   Span run{};               // the span of
   int64_t at = 0, end = 0;  // these positions, which come next
-  const uint8_t *bits = nullptr;  // the mask of their block, whose first position is
-  int64_t first = 0;              // this one; null: the block is whole
+  int64_t first = 0;        // of the block of these
+  const uint8_t *bits = nullptr;  // its mask; null: the block is whole
 
   // Row i of the tile and row j of a span see one another iff low <= j - i <= high.
   static int64_t low(const Span &span) { return HELD == Side::queries ? span.far : span.near; }
   static int64_t high(const Span &span) { return HELD == Side::queries ? span.near : span.far; }
 
-  void add(Chunk &chunk, int64_t token, const Span &span, int64_t j) const {
-    chunk.token[chunk.count] = token;
-    chunk.first[chunk.count] = int32_t(j - high(span)), chunk.last[chunk.count] = int32_t(j - low(span));
-    if (call.kinds) {
-      chunk.bits[chunk.count] = bits ? bits + (j - first) * call.row_bytes : nullptr;
-      chunk.cut |= bits != nullptr;
-    }
-    chunk.count += !(hidden && hidden[token]);
+  // Write position j of a span to place i of a chunk.
+  static void write(Chunk &chunk, int i, const Span &span, int64_t j) {
+    chunk.token[i] = span.start + j * span.stride;
+    chunk.first[i] = int32_t(j - high(span));
+    chunk.last[i] = int32_t(j - low(span));
   }
 
-  // The same of lists of single positions.
+  // Add the next `count` positions of the run, less those that are hidden from everybody.
+  void add(Chunk &chunk, int count) const {
+    const Span span = run;
+    const int from = chunk.count;
+    for (int i = 0; i < count; i++) write(chunk, from + i, span, at + i);
+    if (call.kinds) {
+      chunk.cut |= bits != nullptr;
+      for (int i = 0; i < count; i++)
+        chunk.bits[from + i] = bits ? bits + (at + i - first) * call.row_bytes : nullptr;
+    }
+    chunk.count += count;
+    if (hidden) leave_out_hidden(chunk, from);
+  }
+
+  void leave_out_hidden(Chunk &chunk, int from) const {
+    int count = from;
+    for (int i = from; i < chunk.count; i++) {
+      if (hidden[chunk.token[i]]) continue;
+      chunk.token[count] = chunk.token[i];
+      chunk.first[count] = chunk.first[i];
+      chunk.last[count] = chunk.last[i];
+      if (call.kinds) chunk.bits[count] = chunk.bits[i];
+      count++;
+    }
+    chunk.count = count;
+  }
+
+  // `next` of lists of single positions.
   bool next_positions(Chunk &chunk, int64_t below) {
     const Span all = tile.spans()[0];
-    for (; chunk.count < CHUNK && next_to_come < end_of_runs; next_to_come++) {
-      const int64_t j = indices[next_to_come] - tile.ahead, token = all.start + j * all.stride;
+    const int64_t *const kinds = call.kinds, lowest = low(all) + tile.rows - 1, highest = high(all);
+    int64_t entry = next_to_come;
+    int count = 0;
+    bool edged = false, cut = false;
+    for (; count < CHUNK && entry < end_of_runs; entry++) {
+      const int64_t j = indices[entry] - tile.ahead;
       if (j >= below) break;
-      chunk.edged |= j > high(all) || j < low(all) + tile.rows - 1;
-      begin_block(next_to_come, j);
-      add(chunk, token, all, j);
+      edged |= j > highest || j < lowest;
+      write(chunk, count, all, j);
+      if (kinds) {
+        chunk.bits[count] = mask_of(entry);
+        cut |= chunk.bits[count] != nullptr;
+      }
+      count += !(hidden && hidden[chunk.token[count]]);
     }
-    return chunk.count > 0;
+    next_to_come = entry;
+    chunk.count = count;
+    chunk.edged = edged;
+    chunk.cut = cut;
+    return count > 0;
   }
 
-  // Find the mask of the block of an entry of the list; the block begins at position `begin`.
-  void begin_block(int64_t entry, int64_t begin) {
-    if (!call.kinds) return;
+  // The mask of the block of an entry of the list; null: the block is whole.
+  const uint8_t *mask_of(int64_t entry) const {
     const int64_t kind = call.kinds[entry];
-    first = begin;
-    bits = kind < 0 ? nullptr : call.bits + kind * size * call.row_bytes;
+    return kind < 0 ? nullptr : call.bits + kind * size * call.row_bytes;
   }
 
   bool next_run() {
@@ -148,13 +178,13 @@ class Stream {
     const int64_t which = next_to_come++;
     if (!listed) before += (run.count + CHUNK - 1) / CHUNK;
     run = tile.spans()[listed ? 0 : which];
-    const int64_t begin = listed ? indices[which] * size - tile.ahead : 0;
-    if (listed) begin_block(which, begin);
+    first = listed ? indices[which] * size - tile.ahead : 0;
+    if (call.kinds) bits = mask_of(which);
     const int64_t count = within(call, b, run.start, run.stride, run.count);
-    end = listed ? least(begin + size, count) : count;
+    end = listed ? least(first + size, count) : count;
     // What the band hides from the whole tile is not visited.
     end = least(end, high(run) + tile.rows);
-    at = most(most(begin, 0), low(run) / CHUNK * CHUNK);
+    at = most(most(first, 0), low(run) / CHUNK * CHUNK);
     return true;
   }
 };
@@ -385,15 +415,29 @@ void for_each_chunk(const Inputs<Element> &inputs, const Kept &kept, float *memo
   }
 }
 
-// Rows of `joined` heads, side by side: row i belongs to tokens[i] and head i % joined; heads lie `head` elements apart.
-// Returns rows of which number at[i] is row i.
-template <class Element>
-Rows<Element> side_by_side(Rows<Element> x, int64_t head, int64_t joined, const int64_t *tokens, int64_t count,
-                           int64_t *at) {
-  const int64_t step = joined == 1 ? x.step : most(1, std::gcd(x.step, head));
-  const int64_t per_token = joined == 1 ? 1 : x.step / step, per_head = joined == 1 ? 0 : head / step;
-  for (int64_t i = 0; i < count; i++) at[i] = tokens[i] * per_token + i % joined * per_head;
-  return {x.base, step};
+// Number the rows of a tile of queries where `joined` heads of each token lie side by side: row i is of the tile's token
+// row[i], which is i / joined, and of head i % joined.
+inline void number_rows(const Tile &tile, int joined, int64_t count, int32_t *row, int64_t *token) {
+  int32_t number = 0;
+  for (int64_t i = 0; i < count; number++)
+    for (int head = 0; head < joined && i < count; head++, i++) {
+      row[i] = number;
+      token[i] = tile.start + int64_t(number) * tile.stride;
+    }
+}
+
+// Where these rows lie in a tensor, from the first of the heads on: row i is number at[i] of rows `step` elements apart.
+struct SideBySide {
+  const int64_t *at;
+  int64_t step;
+};
+
+// `token_step`, `head_step`: from one token of the tensor to the next, and from head to head. `room`: for `count` numbers.
+inline SideBySide side_by_side(int joined, const int64_t *token, int64_t count, int64_t token_step, int64_t head_step,
+                               int64_t *room) {
+  if (joined == 1) return {token, token_step};
+  for (int64_t i = 0; i < count; i++) room[i] = token[i] * token_step + i % joined * head_step;
+  return {room, 1};
 }
 
 // The words of dropout of some tokens: two of a query, one of a key. Row i of queries is of head n + i % joined.
