@@ -8,7 +8,15 @@ import json
 import pytest
 import torch
 
-from dilated_attention.models import KeyValueCache, LongNetConfig, LongNetLM, sample
+from dilated_attention.models import (
+    BlockMixture,
+    IndexedKeys,
+    KeyValueCache,
+    LongNetConfig,
+    LongNetLM,
+    NativeSparse,
+    sample,
+)
 from dilated_attention.patterns import Dilated, Window
 
 SMALL = LongNetConfig(
@@ -29,6 +37,14 @@ PATTERNS = {
     "dilated window": dataclasses.replace(SMALL, pattern=Window(5, rate=3)),
     "window and leading tokens": dataclasses.replace(SMALL, pattern=Window(3, rate=2, leading=11), positions="xpos"),
     "window and dilated": dataclasses.replace(SMALL, pattern=Window(7, leading=2) + Dilated((24,), (3,))),
+    "indexed keys": dataclasses.replace(SMALL, selection=IndexedKeys(top_k=7, index_heads=2), positions="xpos"),
+    "mixture of blocks": dataclasses.replace(SMALL, selection=BlockMixture(block_size=8, top_k=2, query_block=2)),
+    "native sparse": dataclasses.replace(
+        SMALL,
+        selection=NativeSparse(
+            compress_block=4, compress_stride=2, block_size=8, num_selected=3, window=5, query_block=4
+        ),
+    ),
     "no positions": dataclasses.replace(SMALL, positions=None, tie_embeddings=False, final_norm=False),
 }
 
@@ -63,6 +79,8 @@ def test_decoding_equals_the_forward_at_every_position(config, prompt):
         PATTERNS["torchscale, sub-LN, xPos"],
         PATTERNS["window and leading tokens"],
         PATTERNS["window and dilated"],
+        PATTERNS["indexed keys"],
+        PATTERNS["native sparse"],
     ],
 )
 def test_ragged_prompts(config):
@@ -99,6 +117,8 @@ def test_the_cache_is_bounded():
     window = dataclasses.replace(SMALL, pattern=Window(5, rate=3, leading=7))
     assert KeyValueCache(window, 1).nbytes == 2 * layers * (6 * 3 + 7) * heads * head_dim * 4
     assert KeyValueCache(window, 1, max_len=10).nbytes == 2 * layers * (10 + 7) * heads * head_dim * 4
+    selecting = model_of(PATTERNS["indexed keys"]).prefill(torch.zeros(2, 9, dtype=torch.int64))[1]
+    assert 2 * layers * 2 * 9 * heads * head_dim * 8 < selecting.nbytes < 6 * layers * 2 * 9 * heads * head_dim * 8
     with pytest.raises(ValueError, match="max_len=None: dense attention"):
         KeyValueCache(PATTERNS["dense"], 1)
     with pytest.raises(ValueError, match=r"max_len.*got 0"):

@@ -21,6 +21,7 @@ from dilated_attention.models import (
     BlockMixture,
     GigaPathConfig,
     GigaPathSlideEncoder,
+    IndexedKeys,
     LongNetAttention,
     LongNetConfig,
     LongNetEncoder,
@@ -57,6 +58,7 @@ SELECTING = {
         ),
     ),
     "mixture": dataclasses.replace(SMALL, selection=BlockMixture(block_size=8, top_k=2, query_block=2), bias=True),
+    "indexed": dataclasses.replace(SMALL, selection=IndexedKeys(top_k=5, index_heads=2, leading=1), positions="xpos"),
 }
 
 
@@ -409,7 +411,8 @@ def test_stages_of_a_pipeline(name):
     config = dataclasses.replace(SELECTING.get(name, SMALL), num_layers=2, tie_embeddings=False)
     model, tokens = LongNetLM(config), torch.randint(config.vocab_size, (2, 40))
     expected = model(tokens)
-    wanted = torch.autograd.grad(expected.sin().sum(), list(model.parameters()))
+    learning = {name: x for name, x in model.named_parameters() if ".indexer." not in name}
+    wanted = torch.autograd.grad(expected.sin().sum(), list(learning.values()))
     split = {"blocks.1": pipelining.SplitPoint.BEGINNING}
     pipe = pipelining.pipeline(model, mb_args=(tokens,), split_spec=split)
     first, second = (pipe.get_stage_module(i) for i in range(2))
@@ -417,7 +420,7 @@ def test_stages_of_a_pipeline(name):
     torch.testing.assert_close(out, expected)
     out.sin().sum().backward()
     found = dict([*first.named_parameters(), *second.named_parameters()])
-    for (place, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+    for place, gradient in zip(learning, wanted, strict=True):
         torch.testing.assert_close(found[place].grad, gradient)
 
 
@@ -613,7 +616,7 @@ def test_saved_and_loaded(model, folder):
         ({"dropout": 1.0}, r"dropout=1\.0: must be a number of at least 0 and below 1"),
         ({"attention_dropout": "0.1"}, r"attention_dropout='0\.1'"),
         ({"compat": "longnet"}, "compat='longnet'"),
-        ({"selection": "native"}, "selection='native': must be a NativeSparse, a BlockMixture or None"),
+        ({"selection": "native"}, "selection='native': must be a NativeSparse, a BlockMixture, an IndexedKeys or None"),
         ({"selection": NativeSparse(), "sub_ln": True}, "sub_ln=True: modules that select have none"),
         ({"compat": "torchscale", "pattern": None}, "compat='torchscale': needs a pattern"),
         ({"embed_dim": 36, "num_heads": 8, "positions": None}, "multiple of num_heads=8$"),
@@ -632,21 +635,41 @@ def test_a_wrong_selection(make, unchecked):
         make(block_size="8")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": 0}, "top_k=0: must be a positive integer"),
+        ({"leading": -1}, "leading=-1: must be a positive integer"),
+        ({"recent": True}, "recent=True: must be a positive integer"),
+        ({"leading": False}, "leading must be a non-negative integer; got False"),
+        ({"top_k": 3, "leading": 3}, "top_k=3 is less than leading=3 and recent=1 together"),
+    ],
+)
+def test_wrong_indexed_keys(fields, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        IndexedKeys(**fields)
+
+
 @pytest.mark.parametrize("config", SELECTING.values(), ids=SELECTING)
 def test_a_model_that_selects(config, tmp_path):
-    """It trains, reads no later token, computes each sample alone, survives a save, and does not generate."""
+    """It trains, reads no later token, computes each sample alone, padded and packed, and survives a save."""
     model, tokens = LongNetLM(config).double(), torch.randint(50, (2, 40))
-    model.loss(tokens, lengths=[40, 23]).backward()
+    loss = model.loss(tokens, lengths=[40, 23])
+    if isinstance(config.selection, IndexedKeys):
+        both = model.losses(tokens, lengths=[40, 23])
+        torch.testing.assert_close(both[0], loss, rtol=1e-12, atol=1e-12)
+        loss = both[0] + both[1]
+    loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     changed = torch.cat([tokens[:, :20], tokens[:, 20:].flip(1)], 1)
     torch.testing.assert_close(model(changed)[:, :20], model(tokens)[:, :20], rtol=1e-12, atol=1e-12)
     found = model(tokens, lengths=[40, 23])
     torch.testing.assert_close(found[0], model(tokens[:1])[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found[1, :23], model(tokens[1:, :23])[0], rtol=1e-12, atol=1e-12)
+    packed = model(torch.cat([tokens[:1], tokens[1:, :23]], 1), cu_seqlens=[0, 40, 63])[0]
+    torch.testing.assert_close(packed, torch.cat([found[0], found[1, :23]]), rtol=1e-12, atol=1e-12)
     model.save_pretrained(tmp_path)
     assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), model(tokens))
-    with pytest.raises(UnsupportedError, match=r"generation is not supported with config\.selection"):
-        model.generate(tokens, 2)
     vectors = dataclasses.replace(config, vocab_size=None)
     for kind, wrong in (
         (LongNetEncoder, config),
@@ -657,6 +680,25 @@ def test_a_model_that_selects(config, tmp_path):
             kind(wrong)
     with pytest.raises(UnsupportedError, match=r"LongNetAttention with config\.selection is not supported"):
         LongNetAttention(config)
+
+
+def test_the_loss_of_indexers():
+    """It is each sample's own, weighted by its tokens, gives the indexers alone gradients, and falls."""
+    model, tokens, lengths = LongNetLM(SELECTING["indexed"]).double(), torch.randint(50, (3, 40)), [40, 17, 3]
+    alone = [model.losses(tokens[i : i + 1, :n])[1] * (n - 1) for i, n in enumerate(lengths)]
+    loss = model.losses(tokens, lengths=lengths)[1]
+    torch.testing.assert_close(loss, sum(alone) / 57, rtol=1e-12, atol=1e-12)
+    loss.backward()
+    learning = {name for name, x in model.named_parameters() if x.grad is not None}
+    assert learning == {name for name, _ in model.named_parameters() if ".indexer." in name}
+    optimizer = torch.optim.Adam([x for name, x in model.named_parameters() if name in learning], lr=1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        model.losses(tokens, lengths=lengths)[1].backward()
+        optimizer.step()
+    assert model.losses(tokens, lengths=lengths)[1] < 0.8 * loss
+    with pytest.raises(ValueError, match="losses needs layers with indexers"):
+        LongNetLM(SELECTING["mixture"]).losses(tokens)
 
 
 def edit_config(folder, edit):

@@ -57,8 +57,10 @@ from dilated_attention.bias import Alibi
 from dilated_attention.decoding import first_token_attention
 from dilated_attention.integrations import convert_attention
 from dilated_attention.models import (
+    BlockMixture,
     GigaPathConfig,
     GigaPathSlideEncoder,
+    IndexedKeys,
     LongNetConfig,
     LongNetEncoder,
     LongNetLM,
@@ -71,6 +73,7 @@ from dilated_attention.nn import (
     BlockAttentionMixture,
     BlockSparseDilatedAttention,
     DilatedAttention,
+    IndexedAttention,
     MultiheadDilatedAttention,
     NativeSparseAttention,
     NeighborhoodAttention,
@@ -1544,6 +1547,43 @@ def _(told, mesh):
         model(shard(tokens, mesh), lengths=[16, 9])
     parallel.set_context_parallel(model, None)
     same(model(tokens, lengths=[16, 9]), expected)
+
+
+@remedy("with config.selection; call parallel.set_context_parallel(model, None) first", ON_TWO_RANKS)
+def _(told, mesh):
+    model = language_model(pattern=None, selection=BlockMixture(block_size=4, query_block=2))
+    tokens = torch.randint(20, (2, 9))
+    expected = model.generate(tokens, 3, temperature=0)
+    parallel.set_context_parallel(model, mesh)
+    with told():
+        model.generate(tokens, 3, temperature=0)
+    parallel.set_context_parallel(model, None)
+    assert torch.equal(model.generate(tokens, 3, temperature=0), expected)
+
+
+@remedy(
+    "IndexedAttention over a mesh is not supported; use NativeSparseAttention or BlockAttentionMixture", ON_TWO_RANKS
+)
+def _(told, mesh):
+    x = torch.randn(1, 16, 16)
+    with told():
+        parallel.set_context_parallel(IndexedAttention(16, 2), mesh)
+    sizes = {"block_size": 4, "query_block": 2}
+    native = NativeSparseAttention(16, 2, compress_block=4, compress_stride=2, num_selected=3, window=5, **sizes)
+    for layer in (native, BlockAttentionMixture(16, 2, **sizes)):
+        expected = shard(layer(x), mesh)
+        parallel.set_context_parallel(layer, mesh)
+        same(layer(shard(x, mesh)), expected)
+
+
+@remedy("layers with indexers, selection=IndexedKeys(...); got {}: call loss")
+def _(told):
+    model, tokens = language_model(), torch.randint(20, (2, 9))
+    with told():
+        model.losses(tokens)
+    assert model.loss(tokens).isfinite()
+    indexed = language_model(pattern=None, selection=IndexedKeys(top_k=4))
+    assert all(loss.isfinite() for loss in indexed.losses(tokens))
 
 
 def slide_encoder() -> GigaPathSlideEncoder:

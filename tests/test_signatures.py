@@ -36,6 +36,7 @@ MADE: dict[str, list[dict[str, Any]]] = {
     "BlockSparseRingMultiheadDilatedAttention": [{**SHAPE, "layout": LAYOUT}, {**SHAPE, "layout": LAYOUT, "kdim": 3}],
     "DilatedAttention": [BRANCHES],
     "GigaPathSlideEncoder": [{"config": models.GigaPathConfig(in_chans=4, encoder=VECTORS)}],
+    "IndexedAttention": [SHAPE, {**SHAPE, "index_heads": 3, "bias": True}],
     "LongNetAttention": [{"config": TOKENS}],
     "LongNetEncoder": [{"config": TOKENS}, {"config": VECTORS}],
     "LongNetLM": [{"config": TOKENS}],

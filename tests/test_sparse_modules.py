@@ -1,4 +1,4 @@
-"""Native sparse attention and the mixture of blocks against their definitions in loops, and token by token."""
+"""Modules that select their keys against their definitions in loops, and token by token."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from dilated_attention import Dilated, UnsupportedError, ranking
 from dilated_attention.nn import (
     BlockAttentionMixture,
+    IndexedAttention,
     NativeSparseAttention,
     SelectionCache,
     rotary_tables,
@@ -38,6 +39,20 @@ def native(heads, kv_heads, query_block, **options):
 def mixture(heads, kv_heads, query_block, **options):
     settings = {"block_size": 4, "top_k": 3, "query_block": query_block}
     return BlockAttentionMixture(heads * HEAD_DIM, heads, kv_heads, dtype=torch.float64, **{**settings, **options})
+
+
+def indexed(heads, kv_heads, query_block, **options):
+    """A query has its own keys: there is no query_block."""
+    settings = {"top_k": 5, "index_heads": 2, "leading": 1}
+    return IndexedAttention(heads * HEAD_DIM, heads, kv_heads, dtype=torch.float64, **{**settings, **options})
+
+
+MAKE = [native, mixture, indexed]
+
+
+def learning(module):
+    """The parameters that get a gradient through the output."""
+    return [parameter for name, parameter in module.named_parameters() if not name.startswith("indexer.")]
 
 
 def softmax_over(query, keys, values):
@@ -148,6 +163,28 @@ def naive_mixture(module, x, rotary=None):
     return torch.stack(rows)
 
 
+def naive_indexed(module, x, rotary=None):
+    heads, kv_heads, indexer = module.num_heads, module.num_kv_heads, module.indexer
+    rows = []
+    for sample in x:
+        q, k, v = module.input(sample).view(len(sample), -1, HEAD_DIM).split([heads, kv_heads, kv_heads], 1)
+        query = indexer.query(sample).detach().view(len(sample), -1, HEAD_DIM)
+        key = indexer.key(sample).detach().view(len(sample), 1, HEAD_DIM)
+        weight = indexer.weight(sample).detach()
+        if rotary is not None:
+            q, k, query, key = (rotate(part[None], rotary)[0] for part in (q, k, query, key))
+        outs = torch.zeros(len(sample), heads, HEAD_DIM, dtype=x.dtype)
+        for t in range(len(sample)):
+            index = [float((query[t] @ key[s, 0]).relu() @ weight[t]) for s in range(t + 1)]
+            always = {s for s in range(t + 1) if s < indexer.leading or t - s < indexer.recent}
+            chosen = best_blocks(index, t, indexer.top_k, always)
+            for head in range(heads):
+                kv = head // (heads // kv_heads)
+                outs[t, head] = softmax_over(q[t, head], *([part[s, kv] for s in chosen] for part in (k, v)))
+        rows.append(module.output(outs.flatten(1)))
+    return torch.stack(rows)
+
+
 FAR = Dilated((8, 16), (1, 2))
 CASES = [  # tokens, heads, kv_heads, query_block, options of native
     (1, 2, 1, 1, {}),
@@ -163,6 +200,8 @@ def made(kind, case):
     tokens, heads, kv_heads, query_block, options = case
     if kind == "native":
         module = native(heads, kv_heads, query_block, **options)
+    elif kind == "indexed":
+        module = indexed(heads, kv_heads, query_block, top_k=2 + tokens % 4, bias=options.get("bias", False))
     else:
         options = {name: value for name, value in options.items() if name in ("block_size", "bias")}
         module = mixture(heads, kv_heads, query_block, top_k=1 + tokens % 4, **options)
@@ -172,7 +211,7 @@ def made(kind, case):
     return module, torch.randn(2, tokens, heads * HEAD_DIM, dtype=torch.float64)
 
 
-NAIVE = {"native": naive_native, "mixture": naive_mixture}
+NAIVE = {"native": naive_native, "mixture": naive_mixture, "indexed": naive_indexed}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} tokens")
@@ -204,11 +243,12 @@ def test_packed_samples(kind, edges):
     alone = torch.cat([module(x[:, at], tuple(table[at] for table in rotary)) for at in samples], 1)
     packed = module(x, rotary, cu_seqlens=edges)
     torch.testing.assert_close(packed, alone, rtol=0, atol=0)
-    found, expected = (torch.autograd.grad(out.sin().sum(), [x, *module.parameters()]) for out in (packed, alone))
+    inputs = [x, *learning(module)]
+    found, expected = (torch.autograd.grad(out.sin().sum(), inputs) for out in (packed, alone))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 def test_packed_samples_that_do_not_fit(make):
     layer, x = make(2, 1, 1), torch.randn(2, 9, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"cu_seqlens .* needs batch 1; got batch 2"):
@@ -278,7 +318,7 @@ def test_pieces_and_single_precision(kind, monkeypatch):
     assert module.to(torch.bfloat16)(x.to(torch.bfloat16)).isfinite().all()
 
 
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 def test_the_meta_device(make):
     """Nothing is chosen there, nor held in memory: shapes alone follow, for half a million tokens as for a few."""
     module = make(4, 2, 2).to("meta")
@@ -297,14 +337,16 @@ def test_single_precision_is_near(kind):
     if kind == "native":
         options = {"compress_block": 4, "num_selected": 5, "window": 32, "pattern": Dilated((64, 128), (1, 2))}
         module = native(4, 2, 4, block_size=16, **options)
+    elif kind == "indexed":
+        module = indexed(4, 2, 4, top_k=20)
     else:
         module = mixture(4, 2, 4, block_size=16)
     x = torch.randn(1, 150, 4 * HEAD_DIM, dtype=torch.float64, requires_grad=True)
     cotangent = torch.randn_like(x)
-    exact = torch.autograd.grad(module(x), [x, *module.parameters()], cotangent)
+    exact = torch.autograd.grad(module(x), [x, *learning(module)], cotangent)
     single = copy.deepcopy(module).float()
     y = x.detach().float().requires_grad_()
-    found = torch.autograd.grad(single(y), [y, *single.parameters()], cotangent.float())
+    found = torch.autograd.grad(single(y), [y, *learning(single)], cotangent.float())
     for gradient, reference in zip(found, exact, strict=True):
         assert float((gradient - reference).norm()) < 1e-5 * (1 + float(reference.norm()))
 
@@ -332,7 +374,7 @@ def test_a_cache_is_of_one_layer_and_one_batch():
         layer(x[:1], cache=cache)
 
 
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 @torch.no_grad()
 def test_a_saved_cache_goes_on(make):
     layer, cache = make(2, 1, 2), SelectionCache()
@@ -346,7 +388,7 @@ def test_a_saved_cache_goes_on(make):
         make(2, 1, 2)(x[:, :1], cache=loaded)
 
 
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 @torch.no_grad()
 def test_cropped_and_reordered_caches(make):
     """Rejected tokens leave nothing behind, wherever blocks, windows and buffers end; beams continue their samples."""
@@ -376,7 +418,7 @@ def test_cropped_and_reordered_caches(make):
         empty.crop(3)
 
 
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 def test_a_cache_of_a_call_that_failed_is_free(make):
     layer, cache = make(2, 1, 1), SelectionCache()
     with pytest.raises(RuntimeError):
@@ -386,7 +428,7 @@ def test_a_cache_of_a_call_that_failed_is_free(make):
 
 
 @pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 @torch.no_grad()
 def test_a_refused_call_leaves_the_cache_as_it_was(make, new, monkeypatch):
     """Refused at its last token, wherever that lies in a block; the same call then goes on as if nothing had been."""
@@ -410,7 +452,7 @@ def test_a_refused_call_leaves_the_cache_as_it_was(make, new, monkeypatch):
         torch.testing.assert_close(layer(x[:, start:], cache=cache), whole[:, start:], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 def test_a_gradient_of_tokens_after_a_cache(make):
     """A later token's rows go where earlier ones were read."""
     layer, cache, x = make(2, 1, 1), SelectionCache(), torch.randn(1, 14, 8, dtype=torch.float64)
@@ -420,21 +462,21 @@ def test_a_gradient_of_tokens_after_a_cache(make):
     assert new.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 @pytest.mark.parametrize("shape", [(2, 0, 8), (0, 20, 8)])
 def test_no_tokens(make, shape):
     assert make(2, 1, 1)(torch.zeros(shape, dtype=torch.float64)).shape == shape
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (1, 2, 5, 8), (2, 5, 7)])
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 def test_other_shapes(make, shape, unchecked):
     message = rf"x must be \(batch, seq, embed_dim=8\); got shape {re.escape(str(shape))}"
     with pytest.raises(ValueError, match=message):
         make(2, 1, 1)(torch.zeros(shape, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("make", [native, mixture])
+@pytest.mark.parametrize("make", MAKE)
 def test_tables_of_other_tokens(make, unchecked):
     layer, cache, x = make(2, 1, 1), SelectionCache(), torch.randn(2, 9, 8, dtype=torch.float64)
 
@@ -465,6 +507,9 @@ def test_tables_of_other_tokens(make, unchecked):
         (lambda: native(2, 1, 1, backend="x"), "backend must be one of .*got 'x'"),
         (lambda: mixture(2, 1, 1, backend="x"), "backend must be one of .*got 'x'"),
         (lambda: mixture(2, 1, 1, top_k=0), "top_k must be.*positive.*got 0"),
+        (lambda: indexed(2, 3, 1), "num_kv_heads must divide num_heads=2; got 3"),
+        (lambda: indexed(2, 1, 1, index_heads=0), "num_heads must be.*positive.*got 0"),
+        (lambda: indexed(2, 1, 1, recent=5), "top_k=5 is less than leading=1 and recent=5 together"),
         (lambda: mixture(2, 1, 3), "query_block=3 must divide block_size=4"),
     ],
 )
@@ -484,7 +529,7 @@ def test_compiles_in_one_graph_and_exports(processor, backend, compiling_python)
         """
         import torch
         from torch._dynamo.testing import CompileCounterWithBackend
-        from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention
+        from dilated_attention.nn import BlockAttentionMixture, IndexedAttention, NativeSparseAttention
 
         torch.manual_seed(0)
         shared = {"block_size": 16, "query_block": 4}
@@ -494,6 +539,7 @@ def test_compiles_in_one_graph_and_exports(processor, backend, compiling_python)
         for module, chosen, graphs in (
             (NativeSparseAttention(32, 4, 2, **sizes), backend, 1 if backend == "eager" else 2),
             (BlockAttentionMixture(32, 4, 2, top_k=3, **shared), "aot_eager", 2 if backend == "eager" else 1),
+            (IndexedAttention(32, 4, 2, top_k=24, index_heads=2), "eager", 1),
         ):
             counter = CompileCounterWithBackend(chosen)
             compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
@@ -520,11 +566,17 @@ def test_compiled_layers_read_token_by_token(compiling_python):
         """
         import torch
         from torch._dynamo.testing import CompileCounter
-        from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, SelectionCache
+        from dilated_attention.nn import (
+            BlockAttentionMixture, IndexedAttention, NativeSparseAttention, SelectionCache,
+        )
 
         shared = {"block_size": 4, "query_block": 2}
         sizes = {"compress_block": 4, "compress_stride": 2, "num_selected": 3, "window": 8, **shared}
-        for module in (BlockAttentionMixture(32, 4, 2, **shared), NativeSparseAttention(32, 4, 2, **sizes)):
+        for module in (
+            BlockAttentionMixture(32, 4, 2, **shared),
+            NativeSparseAttention(32, 4, 2, **sizes),
+            IndexedAttention(32, 4, 2, top_k=8),
+        ):
             counter = CompileCounter()
             compiled, cache = torch.compile(module, backend=counter), SelectionCache()
             x = torch.randn(1, 100, 32)

@@ -8,7 +8,7 @@ from dilated_attention.models.checkpoints import (
     read_checkpoint,
     read_weights,
 )
-from dilated_attention.models.configuration import BlockMixture, LongNetConfig, NativeSparse
+from dilated_attention.models.configuration import BlockMixture, IndexedKeys, LongNetConfig, NativeSparse
 from dilated_attention.models.generation import KeyValueCache, sample
 from dilated_attention.models.gigapath import GigaPathConfig, GigaPathSlideEncoder
 from dilated_attention.models.longnet import LongNetAttention, LongNetEncoder, LongNetLM
@@ -19,6 +19,7 @@ __all__ = [
     "BlockMixture",
     "GigaPathConfig",
     "GigaPathSlideEncoder",
+    "IndexedKeys",
     "KeyValueCache",
     "LongNetAttention",
     "LongNetConfig",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dilated_attention import Dilated, Sum, Window
-from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary
+from dilated_attention.nn import BlockAttentionMixture, IndexedAttention, NativeSparseAttention, Rotary
 from dilated_attention.plumbing import checks
 
 Some = TypeVar("Some", bound="Configuration")
@@ -90,7 +90,9 @@ def _kind(fields: Any) -> type:
 
 
 def _selection(fields: Any, where: str) -> Any:
-    """Return a `NativeSparse` or a `BlockMixture` from its fields in JSON; `where` begins error messages."""
+    """Return a selection from its fields in JSON; `where` begins error messages."""
+    if _has(fields, "index_heads"):
+        return _made(IndexedKeys, fields, where)
     kind = BlockMixture if _has(fields, "top_k") else NativeSparse
     return _made(kind, fields, where)
 
@@ -149,19 +151,22 @@ MOST_TOKENS = 1 << 48
 class _Selection:
     """Base class of the options of an attention module that selects its keys.
 
-    A subclass is a dataclass of the module's integer arguments, and sets `kind`, the module's class. New options are
-    checked by making the module on the meta device.
+    A subclass is a dataclass of the module's integer arguments, and sets `kind`, the module's class, and `may_be_zero`,
+    the names of the arguments that may be 0. New options are checked by making the module on the meta device.
     """
 
-    kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture]]
+    kind: ClassVar[type[NativeSparseAttention | BlockAttentionMixture | IndexedAttention]]
+    may_be_zero: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        require_integers(self, *[entry.name for entry in dataclasses.fields(self)])  # type: ignore[arg-type]
+        for entry in dataclasses.fields(self):  # type: ignore[arg-type]
+            if entry.name not in self.may_be_zero or getattr(self, entry.name) != 0:
+                require_integers(self, entry.name)
         self.module(2, 1, device="meta")
 
     def module(
         self, embed_dim: int, num_heads: int, num_kv_heads: int | None = None, **options: Any
-    ) -> NativeSparseAttention | BlockAttentionMixture:
+    ) -> NativeSparseAttention | BlockAttentionMixture | IndexedAttention:
         """Return the module of this selection; `options` as in its constructor."""
         return self.kind(embed_dim, num_heads, num_kv_heads, **dataclasses.asdict(self), **options)  # type: ignore[call-overload]
 
@@ -206,6 +211,30 @@ class BlockMixture(_Selection):
     query_block: int = 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class IndexedKeys(_Selection):
+    """Describe the `nn.IndexedAttention` of a LongNet's layers; the attributes are its arguments.
+
+    The indexers learn from the second of `LongNetLM.losses`, the other parameters from the first.
+
+    Examples:
+        >>> from dilated_attention.models import IndexedKeys, LongNetConfig, LongNetLM
+        >>> config = LongNetConfig(num_layers=1, embed_dim=32, num_heads=2, selection=IndexedKeys(top_k=16))
+        >>> loss, index_loss = LongNetLM(config).losses(torch.randint(256, (1, 100)))
+        >>> (loss + index_loss).backward()
+    """
+
+    kind = IndexedAttention
+    may_be_zero = frozenset({"leading", "recent"})
+
+    top_k: int = 2048
+    index_heads: int = 4
+    leading: int = 0
+    recent: int = 1
+
+
+Selection = NativeSparse | BlockMixture | IndexedKeys
+
 PAPER = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 """The branches of the LongNet paper's language models (arXiv:2307.02486, section 4.1)."""
 
@@ -231,8 +260,8 @@ class LongNetConfig(Configuration):
         norm_eps: epsilon of every LayerNorm.
         dropout: dropout, in training, of what the blocks add to the residual stream.
         attention_dropout: dropout, in training, of the attention probabilities.
-        selection: a `NativeSparse` or a `BlockMixture`: every layer selects the keys that it sees, and `pattern` is
-            None. Only for a `LongNetLM` without sub_ln, attention_dropout and compat, which then cannot generate.
+        selection: a `NativeSparse`, a `BlockMixture` or an `IndexedKeys`: every layer selects the keys that it sees,
+            and `pattern` is None. Only for a `LongNetLM` without sub_ln, attention_dropout and compat.
         compat: `"torchscale"`: compute attention as released checkpoints do, see `Dilated`; the pattern's offsets
             `"head"` become `"head_block"`. None: exact.
 
@@ -284,7 +313,7 @@ class LongNetConfig(Configuration):
     norm_eps: float = 1e-5
     dropout: float = 0.0
     attention_dropout: float = 0.0
-    selection: NativeSparse | BlockMixture | None = None
+    selection: Selection | None = None
     compat: Literal["torchscale"] | None = None
 
     def __post_init__(self) -> None:
@@ -333,8 +362,10 @@ class LongNetConfig(Configuration):
         object.__setattr__(self, "pattern", pattern)
 
     def _check_selection(self) -> None:
-        if not isinstance(self.selection, (NativeSparse, BlockMixture)):
-            raise ValueError(f"selection={_short(self.selection)}: must be a NativeSparse, a BlockMixture or None")
+        if not isinstance(self.selection, Selection):
+            raise ValueError(
+                f"selection={_short(self.selection)}: must be a NativeSparse, a BlockMixture, an IndexedKeys or None"
+            )
         for name in ("sub_ln", "attention_dropout", "compat"):
             if getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r}: modules that select have none")

@@ -10,6 +10,8 @@ the text:
   which the token at p overwrites the one that has left the window; p sees the rows of its residue modulo the rate.
 - leading: The leading tokens of a window are seen by all later tokens, so each has a row. The ring holds the tokens
   after them.
+
+A layer that selects its keys has a `SelectionCache` for each prompt in place of buffers. It grows with the text.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from numbers import Real
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -27,7 +29,8 @@ from torch import Tensor
 
 from dilated_attention import Dilated
 from dilated_attention.models.configuration import MOST_TOKENS, LongNetConfig
-from dilated_attention.plumbing import Mesh, Scores, checks, fused, merge_into, progressions, summed_over
+from dilated_attention.nn import SelectionCache
+from dilated_attention.plumbing import Mesh, Scores, Tables, checks, fused, merge_into, progressions, summed_over
 
 # Scale lengths between a position and the origin of xPos before the cached keys move to a nearer origin: keys then
 # grow by at most 3.5^4, and a move is needed once per that many tokens.
@@ -194,6 +197,10 @@ class _Layer:
                 keys, values = (torch.zeros(shape, dtype=cache.dtype, device=cache.device) for _ in range(2))
             self.buffers.append((buffer, first, keys, values))
 
+    @property
+    def nbytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for _, _, keys, values in self.buffers)
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         if self.cache.spans is None:
             return self._step(q, k, v)
@@ -239,6 +246,44 @@ class _Layer:
         return out.view(q.shape).to(q.dtype)
 
 
+class SelectionMemory:
+    """Hold what one layer that selects its keys remembers: a `SelectionCache` for each span of the prompts."""
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self.cache = cache
+        self.parts: list[tuple[slice, SelectionCache]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for _, part in self.parts)
+
+    def __call__(self, x: Tensor, rotary: Tables | None, attend: Callable[..., Tensor]) -> Tensor:
+        """Return the attention of these tokens over all tokens so far, shaped like x. `attend` is the layer's module,
+        and rotary its tables."""
+        if self.cache.spans is None:
+            outs = [
+                attend(x[samples], _tables(rotary, samples, slice(None)), cache=part) for samples, part in self.parts
+            ]
+            return torch.cat(outs)
+        outs = []
+        for span in self.cache.spans:
+            part = SelectionCache(croppable=0)
+            self.parts.append((span.samples, part))
+            tokens = slice(span.start, span.start + span.length)
+            outs.append(attend(x[span.batch, tokens], _tables(rotary, span.batch, tokens), cache=part))
+        return torch.cat(outs, 1)
+
+
+def _tables(rotary: Tables | None, samples: slice, tokens: slice) -> Tables | None:
+    """Return the rotary tables of some tokens of some samples; None without tables."""
+    if rotary is None:
+        return None
+    found = tuple(table[..., tokens, :, :] for table in rotary)
+    if found[0].dim() == 4 and len(found[0]) > 1:
+        found = tuple(table[samples] for table in found)
+    return found
+
+
 def _shifted(heads: slice, first: int) -> slice:
     return slice(heads.start - first, heads.stop - first, heads.step)
 
@@ -254,7 +299,8 @@ class KeyValueCache:
         nbytes: the size of the keys and values in bytes, fixed when the cache is made: 2 * layers * batch * head_dim *
             (bytes per number) * S, where S is the sum of rows * heads over all branches and windows. A branch (w, r)
             has ceil(min(w, max_len) / r) rows; a `Window` has min((before + 1) * rate, max_len) rows, plus `leading`.
-            `heads` is all KV heads, or those that take part in the branch (head groups, or an offset of -1).
+            `heads` is all KV heads, or those that take part in the branch (head groups, or an offset of -1). With
+            `config.selection` it grows with the tokens, see `nn.SelectionCache`.
 
     Examples:
         >>> from dilated_attention.models import LongNetConfig, LongNetLM
@@ -276,7 +322,8 @@ class KeyValueCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if config.pattern is None and max_len is None:
+        selects = config.selection is not None
+        if config.pattern is None and max_len is None and not selects:
             raise ValueError("max_len=None: dense attention sees every earlier token; give the length to make room for")
         if max_len is not None:
             max_len = checks.positive("max_len", max_len)
@@ -286,22 +333,22 @@ class KeyValueCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.positions = [0] * batch_size
-        self.buffers = _buffers(config, max_len)
+        self.buffers = [] if selects else _buffers(config, max_len)
         self.spans: list[_Span] | None = None
         self.origins = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.layers = [_Layer(self) for _ in range(config.num_layers)]
+        kind = SelectionMemory if selects else _Layer
+        self.layers: list[Any] = [kind(self) for _ in range(config.num_layers)]
 
     @property
     def nbytes(self) -> int:
-        return sum(rows.nbytes for rows in self._rows)
+        return sum(layer.nbytes for layer in self.layers)
 
     @property
-    def _rows(self) -> Iterator[Tensor]:
+    def _buffered(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the keys and the values of every buffer of every layer."""
         for layer in self.layers:
             for _, _, keys, values in layer.buffers:
-                yield keys
-                yield values
+                yield keys, values
 
     @property
     def runs(self) -> Iterator[tuple[slice, int]]:
@@ -338,13 +385,14 @@ class KeyValueCache:
 
     def join(self, mesh: Mesh) -> None:
         """Exchange the rows of the ranks' shards, so that every rank has all of them."""
-        summed_over(mesh, list(self._rows))  # 0 where others fill
+        summed_over(mesh, list(chain.from_iterable(self._buffered)))  # 0 where others fill
 
     def step(self) -> Int[Tensor, "batch 1"]:
         """Return the positions of every sample's next token. They advance in `end`, not here.
 
         In a model with xPos, a position far beyond the origin from which xPos counts would overflow its factors; the
-        origin then moves there (see `move`).
+        origin then moves there (see `move`). With `config.selection` it cannot, and a position out of reach raises
+        ValueError.
         """
         self._check(max(self.positions) + 1)
         positions = torch.tensor(self.positions, device=self.device)[:, None]
@@ -353,7 +401,12 @@ class KeyValueCache:
             moves = []
             for position, origin in zip(self.positions, self.origins[:, 0].tolist(), strict=True):
                 distance = position - origin
-                moves.append(distance if distance > _DRIFT * rotary.scale_base else 0)
+                if self.config.selection is not None:
+                    rotary.check(distance, self.dtype)
+                elif distance > _DRIFT * rotary.scale_base:
+                    moves.append(distance)
+                    continue
+                moves.append(0)
             self.move(moves)
         return positions
 
@@ -365,9 +418,8 @@ class KeyValueCache:
             return
         moved = torch.tensor(distances, device=self.device)
         factor = rotary.growth(moved).to(self.device)[:, None]  # batch, 1, 1, head_dim
-        for layer in self.layers:
-            for _, _, keys, _ in layer.buffers:
-                keys.copy_(keys.to(torch.promote_types(keys.dtype, torch.float32)) * factor)
+        for keys, _ in self._buffered:
+            keys.copy_(keys.to(torch.promote_types(keys.dtype, torch.float32)) * factor)
         self.origins = self.origins + moved[:, None]
 
     def _check(self, length: int) -> None:

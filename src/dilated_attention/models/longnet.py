@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention import UnsupportedError
-from dilated_attention.models.configuration import LongNetConfig
+from dilated_attention.models.configuration import IndexedKeys, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache, check_sampling, sample
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
@@ -238,19 +238,7 @@ class LongNetLM(LongNetStack):
         Raises:
             ValueError: no sample has two tokens, or the ranks of a mesh pass different tokens.
         """
-        require_tokens(tokens, self.config.vocab_size)
-        inputs = tokens[:, :-1]
-        targets = tokens[:, 1:].long()
-        if not targets.numel():
-            raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
-        counts = None
-        if lengths is not None:
-            values = checked_lengths(lengths, *tokens.shape)
-            if max(values, default=0) < 2:
-                raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
-            counts = [max(n - 1, 0) for n in values]
-            targets = targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100)
-
+        inputs, targets, counts = self._next_tokens(tokens, lengths)
         if self.mesh is None:
             return F.cross_entropy(self(inputs, lengths=counts).flatten(0, 1), targets.flatten())
         require_same("loss", self.mesh, tokens, counts=counts)
@@ -259,6 +247,54 @@ class LongNetLM(LongNetStack):
         logits = self(shard, seq_len=inputs.shape[1])
         total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
         return cp_mean(total, (own != -100).sum(), self.mesh)
+
+    def losses(
+        self, tokens: Int[Tensor, "batch seq_and_one"], lengths: Sequence[int] | Int[Tensor, " batch"] | None = None
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """Return `loss`, and the loss of the indexers of `config.selection`, an `IndexedKeys`; both from one forward.
+
+        The second is the mean over tokens of KL(attention over all keys || softmax of the index), in nats, summed over
+        layers (`routing.Indexer.loss`). The indexers learn from it alone, and nothing else does, so that the sum of
+        both trains all parameters. Arguments are as in `loss`.
+
+        Raises:
+            ValueError: as in `loss`; or the layers have no indexers.
+        """
+        if not isinstance(self.config.selection, IndexedKeys):
+            raise ValueError(
+                f"losses needs layers with indexers, selection=IndexedKeys(...); got {self.config.selection}: call loss"
+            )
+        inputs, targets, counts = self._next_tokens(tokens, lengths)
+        x = self.embed(inputs)
+        *states, last = self.hidden(x, is_causal=True, lengths=counts, all_layers=True)
+        loss = F.cross_entropy(self.logits(last).flatten(0, 1), targets.flatten())
+
+        tables = tables_of(self.config, places_of(self.config, None, x, None, counts, None), x)
+        parts = []
+        block: Any
+        for block, state in zip(self.blocks, states[:-1], strict=True):
+            with torch.no_grad():
+                normed = block.attention_norm(state)
+            parts.append(block.attention.selected.index_loss(normed, tables, lengths=counts))
+        return loss, torch.stack(parts).sum()
+
+    def _next_tokens(
+        self, tokens: Tensor, lengths: Sequence[int] | Tensor | None
+    ) -> tuple[Tensor, Tensor, list[int] | None]:
+        """Return the tokens that are read, the tokens that follow them, -100 after the end of a sample, and how many
+        tokens of each sample are read; None: all."""
+        require_tokens(tokens, self.config.vocab_size)
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:].long()
+        if not targets.numel():
+            raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
+        if lengths is None:
+            return inputs, targets, None
+        values = checked_lengths(lengths, *tokens.shape)
+        if max(values, default=0) < 2:
+            raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
+        counts = [max(n - 1, 0) for n in values]
+        return inputs, targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100), counts
 
     @torch.no_grad()
     def prefill(
@@ -278,9 +314,10 @@ class LongNetLM(LongNetStack):
             max_len: the most tokens that a sample will have; None: any number (not with dense attention).
         """
         require_tokens(tokens, self.config.vocab_size)
-        if self.config.selection is not None:
+        if self.config.selection is not None and self.mesh is not None:
             raise UnsupportedError(
-                "generation is not supported with config.selection: its layers fill no key-value cache"
+                "generation over a mesh is not supported with config.selection; call "
+                "parallel.set_context_parallel(model, None) first"
             )
         batch, seq = tokens.shape
         counts = [seq] * batch

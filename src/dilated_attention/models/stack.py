@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import UnsupportedError
 from dilated_attention.models.configuration import LongNetConfig
-from dilated_attention.models.generation import KeyValueCache
+from dilated_attention.models.generation import KeyValueCache, SelectionMemory
 from dilated_attention.models.packing import (
     checked_lengths,
     cumulative,
@@ -53,10 +53,7 @@ def _draw_parts(weight: Tensor, rows: Sequence[int], gains: Sequence[float]) -> 
 
 
 class SelectedAttention(nn.Module):
-    """Give `NativeSparseAttention` or `BlockAttentionMixture` the interface of `SelfAttention`.
-
-    It is causal, and keeps no keys and values for generation.
-    """
+    """Give an attention module that selects its keys the interface of `SelfAttention`. It is causal."""
 
     def __init__(self, config: LongNetConfig, backend: str) -> None:
         super().__init__()
@@ -73,13 +70,15 @@ class SelectedAttention(nn.Module):
         *,
         cu_seqlens: Int[Tensor, " samples_and_one"] | None = None,
         seq_len: int | None = None,
-        memory: None = None,
+        memory: SelectionMemory | None = None,
         first_only: bool = False,
     ) -> Float[Tensor, "batch seq embed_dim"]:
         """Return the attention's output, shaped like x. Arguments as in `SelfAttention`; is_causal must be true and
-        first_only false, and memory is not used."""
+        first_only false."""
         assert is_causal
         assert not first_only
+        if memory is not None:
+            return memory(x, rotary, self.selected)
         if self.selected.mesh is not None:
             self.selected.seq_len = seq_len
         return self.selected(x, rotary, cu_seqlens=cu_seqlens)

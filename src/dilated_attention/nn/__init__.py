@@ -9,6 +9,7 @@ from dilated_attention.nn.attention import (
     RingDilatedAttention,
 )
 from dilated_attention.nn.block_mixture import BlockAttentionMixture
+from dilated_attention.nn.indexed_attention import IndexedAttention
 from dilated_attention.nn.native_sparse import NativeSparseAttention
 from dilated_attention.nn.neighborhood import (
     NeighborhoodAttention,
@@ -26,6 +27,7 @@ __all__ = [
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "DilatedAttention",
+    "IndexedAttention",
     "MultiheadDilatedAttention",
     "NativeSparseAttention",
     "NeighborhoodAttention",

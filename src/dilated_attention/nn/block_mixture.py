@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.decoding import listed_attention
 from dilated_attention.nn.positions import Tables
-from dilated_attention.nn.selection import BlockChoice, SelectingAttention, SelectionCache
+from dilated_attention.nn.selection import BlockChoice, BlockSelectingAttention, SelectionCache
 from dilated_attention.parallel.choosing import in_whole_blocks, sums_of_blocks
 from dilated_attention.torch_internals import without_autocast
 
@@ -27,7 +27,7 @@ class MixtureChoice(BlockChoice):
         return F.pad(scores, (0, blocks - scores.shape[-1]))  # a last block that is not whole
 
 
-class BlockAttentionMixture(SelectingAttention):
+class BlockAttentionMixture(BlockSelectingAttention):
     """Compute causal self-attention over blocks that each query and head chooses (MoBA, Lu et al. 2025,
     arXiv:2502.13189).
 

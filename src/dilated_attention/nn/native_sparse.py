@@ -16,7 +16,7 @@ from dilated_attention.decoding import cached_attention, listed_attention, newes
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables, rotate
-from dilated_attention.nn.selection import BlockChoice, SelectingAttention, SelectionCache, tables_at
+from dilated_attention.nn.selection import BlockChoice, BlockSelectingAttention, SelectionCache, tables_at
 from dilated_attention.parallel.choosing import in_whole_blocks, sums_of_blocks, whole_blocks
 from dilated_attention.parallel.sharding import gathered
 from dilated_attention.patterns import Dilated, layout_for
@@ -101,7 +101,7 @@ class NativeChoice(BlockChoice):
         return importance
 
 
-class NativeSparseAttention(SelectingAttention):
+class NativeSparseAttention(BlockSelectingAttention):
     """Compute causal native sparse self-attention (NSA, Yuan et al. 2025, arXiv:2502.11089).
 
         out_t = W_o sum_c g_t^c A^c(R W_q x_t, K^c, V^c),       g_t = sigmoid(W_g x_t + b_g), one per head and branch,

@@ -302,35 +302,25 @@ def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
 class SelectingAttention(nn.Module):
     """Base class of causal self-attention over selected keys.
 
-    A subclass defines `_whole` and `_next`, and sets the attributes below except query_block. A branch is one attention
-    of q, with keys and values of its own.
+    A subclass defines `_whole` and `_next`, and sets the attributes below. A branch is one attention of q, with keys
+    and values of its own.
 
     Attributes:
-        query_block: this many neighbouring queries share the blocks that the first of them chooses.
         shown: the arguments that its repr shows.
         input: one projection of x to the queries, then to the keys and values of each branch in turn.
         output: the projection of the heads' results to the output.
         unrotated: the number of branches, counted from the first, whose keys `_project` does not rotate; default 0.
-        choice: how queries choose their blocks.
     """
 
     shown: tuple[str, ...]
     input: nn.Linear
     output: nn.Linear
     unrotated = 0
-    choice: BlockChoice
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, num_kv_heads: int | None, block_size: int, query_block: int, backend: str
-    ) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int | None, backend: str) -> None:
         super().__init__()
         self.embed_dim, self.num_heads, self.num_kv_heads = checks.heads(embed_dim, num_heads, num_kv_heads)
         self.head_dim = self.embed_dim // self.num_heads
-        self.block_size = checks.integer("block_size", block_size, 1, MAX_BLOCK)
-        self.query_block = checks.positive("query_block", query_block)
-        # Queries that share their blocks must lie in one block: only this block's keys then need a causal mask.
-        if self.block_size % self.query_block:
-            raise ValueError(f"query_block={self.query_block} must divide block_size={self.block_size}")
         check_name(backend)
         self.backend = backend
         self.seq_len: int | None = None
@@ -344,19 +334,6 @@ class SelectingAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
-
-    def _edges(self, x: Tensor) -> tuple[Tensor, list[int], int]:
-        """Return (x, edges, rank): rank i holds the tokens [edges[i], edges[i + 1]) of x; `rank` is this one. Over a
-        mesh x requires gradients if some rank's does.
-
-        Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
-        """
-        if self.mesh is None:
-            return x, [0, x.shape[1]], 0
-        group = context_group(self.mesh)
-        x, length = agreed_length(x, group, 1, self.seq_len, type(self).__name__)
-        edges = list(balanced_bounds(length, dist.get_world_size(group)))
-        return x, edges, dist.get_rank(group)
 
     def forward(
         self,
@@ -397,7 +374,7 @@ class SelectingAttention(nn.Module):
         if cu_seqlens is not None:
             if self.mesh is not None or cache is not None:
                 raise UnsupportedError(
-                    "cu_seqlens with a cache or over a mesh is not supported where blocks are selected; "
+                    "cu_seqlens with a cache or over a mesh is not supported where keys are selected; "
                     "make one call per sample"
                 )
             return self._packed(x, rotary, cu_seqlens)
@@ -446,6 +423,62 @@ class SelectingAttention(nn.Module):
             rest[keys] = [rotate(k, rotary[-2:]) for k in rest[keys]]
         return q, rest
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, seq_len: int) -> Tensor:
+        options: dict[str, Any] = {}
+        if self.mesh is not None:
+            options = {"mesh": self.mesh, "seq_len": seq_len, "transport": self.transport, "layer": self.layer}
+        out = attention(q, k, v, pattern, is_causal=True, backend=self.backend, **options)
+        assert isinstance(out, Tensor)
+        return out
+
+    @not_traced
+    def _over_mesh(self, x: Tensor, rotary: Tables | None) -> Tensor:
+        return self._whole(x, rotary, None)
+
+    def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
+        """Return the output of x, with which the sequence begins. Fills the cache, if given."""
+        raise NotImplementedError
+
+    def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
+        """Return the output of one more token, `(batch, 1, embed_dim)`, and add the token to the cache."""
+        raise NotImplementedError
+
+
+class BlockSelectingAttention(SelectingAttention):
+    """Base class of causal self-attention over selected blocks of keys.
+
+    A subclass also sets `choice`.
+
+    Attributes:
+        query_block: this many neighbouring queries share the blocks that the first of them chooses.
+        choice: how queries choose their blocks.
+    """
+
+    choice: BlockChoice
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, num_kv_heads: int | None, block_size: int, query_block: int, backend: str
+    ) -> None:
+        super().__init__(embed_dim, num_heads, num_kv_heads, backend)
+        self.block_size = checks.integer("block_size", block_size, 1, MAX_BLOCK)
+        self.query_block = checks.positive("query_block", query_block)
+        # Queries that share their blocks must lie in one block: only this block's keys then need a causal mask.
+        if self.block_size % self.query_block:
+            raise ValueError(f"query_block={self.query_block} must divide block_size={self.block_size}")
+
+    def _edges(self, x: Tensor) -> tuple[Tensor, list[int], int]:
+        """Return (x, edges, rank): rank i holds the tokens [edges[i], edges[i + 1]) of x; `rank` is this one. Over a
+        mesh x requires gradients if some rank's does.
+
+        Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
+        """
+        if self.mesh is None:
+            return x, [0, x.shape[1]], 0
+        group = context_group(self.mesh)
+        x, length = agreed_length(x, group, 1, self.seq_len, type(self).__name__)
+        edges = list(balanced_bounds(length, dist.get_world_size(group)))
+        return x, edges, dist.get_rank(group)
+
     def _selected(
         self, q: Tensor, key: Tensor, edges: list[int], rank: int, cache: SelectionCache | None
     ) -> BlockLayout:
@@ -479,23 +512,3 @@ class SelectingAttention(nn.Module):
         if cache is not None:
             cache.chosen = chosen[:, :, -1]
         return choice.layout(chosen, edges[-1])
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, seq_len: int) -> Tensor:
-        options: dict[str, Any] = {}
-        if self.mesh is not None:
-            options = {"mesh": self.mesh, "seq_len": seq_len, "transport": self.transport, "layer": self.layer}
-        out = attention(q, k, v, pattern, is_causal=True, backend=self.backend, **options)
-        assert isinstance(out, Tensor)
-        return out
-
-    @not_traced
-    def _over_mesh(self, x: Tensor, rotary: Tables | None) -> Tensor:
-        return self._whole(x, rotary, None)
-
-    def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
-        """Return the output of x, with which the sequence begins. Fills the cache, if given."""
-        raise NotImplementedError
-
-    def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
-        """Return the output of one more token, `(batch, 1, embed_dim)`, and add the token to the cache."""
-        raise NotImplementedError

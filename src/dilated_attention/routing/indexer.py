@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from dilated_attention.routing.grid import Keys, Queries
 from dilated_attention.torch_internals import taken_as_true, without_autocast
 
 Numbers = Tensor | Sequence[int] | None
-Tables = tuple[Tensor, Tensor]
+Tables = tuple[Tensor, ...]
 
 
 class Indexer(nn.Module):
@@ -31,9 +32,9 @@ class Indexer(nn.Module):
     where few index heads j share b. A query sees the `top_k` tokens s <= t with the largest index. The first `leading`
     tokens of its sample and the last `recent` ones up to its own come before all others.
 
-    **Positions.** R rotates the first channels by `tables`, (cos, sin) as from `nn.rotary_tables`: all head_dim
-    channels, or as many as the tables have. Without tables nothing is rotated: the index knows only the positions that
-    x itself holds.
+    **Positions.** R rotates the first channels by `tables`, (cos, sin) as from `nn.rotary_tables` or those of
+    `nn.Rotary.tables`: all head_dim channels, or as many as the tables have. Without tables nothing is rotated: the
+    index knows only the positions that x itself holds.
 
     **Training.** The choice has no gradient. `loss` is the mean over queries of
 
@@ -111,7 +112,6 @@ class Indexer(nn.Module):
             chosen = _by_sample(chosen[0], edges.to(x.device))
         return BlockLayout.from_topk(chosen, is_causal=True)
 
-    @torch.no_grad()
     def choose(
         self,
         x: Float[Tensor, "batch seq embed_dim"],
@@ -140,14 +140,49 @@ class Indexer(nn.Module):
         place = _places(sample, edges)
         chosen = [torch.empty(x.shape[0], 0, width, dtype=torch.int64, device=x.device)]
         for first, at in _parts(x, first_query, edges, self.num_heads):
-            index = self._index(x, tables, first, at, sample)
-            forced = place[:, None, first : at.stop] < self.leading
-            forced = forced | (place[:, at, None] - place[:, None, first : at.stop] < self.recent)
-            index = index.masked_fill(forced & (index > -torch.inf), torch.inf)
-            index = F.pad(index, (first, seq_len - at.stop), value=-torch.inf)
-            values, indices = stable_topk(index, width)
-            chosen.append(indices.masked_fill(values == -torch.inf, -1))
+            with _without_gradients():
+                index = self._index(x, tables, first, at, sample)
+                index = self._forced(index, place[:, at, None], place[:, None, first : at.stop])
+                chosen.append(_best(F.pad(index, (first, seq_len - at.stop), value=-torch.inf), width))
         return torch.cat(chosen, 1).masked_fill((sample[:, first_query:] < 0)[..., None], -1)
+
+    def keys(
+        self, x: Float[Tensor, "batch seq embed_dim"], *, tables: Tables | None = None
+    ) -> Float[Tensor, "batch seq head_dim"]:
+        """Return the index keys b of tokens, in single precision or better; tables as in `forward`."""
+        self._check(x, tables)
+        return self._keys(x, tables)
+
+    @torch.no_grad()
+    def choose_next(
+        self,
+        x: Float[Tensor, "batch new embed_dim"],
+        keys: Float[Tensor, "batch seq head_dim"],
+        *,
+        tables: Tables | None = None,
+    ) -> Int[Tensor, "batch new chosen"]:
+        """Return the tokens that the newest tokens see, as `choose` returns them, from the index keys of all tokens.
+
+        Args:
+            x, tables: of the newest tokens alone.
+            keys: from the method `keys`: those of all tokens so far, the newest last.
+        """
+        self._check(x, tables)
+        batch, new, _ = x.shape
+        if keys.dim() != 3 or keys.shape[::2] != (batch, self.head_dim) or keys.shape[1] < new:
+            raise ValueError(
+                f"keys must be (batch={batch}, seq, head_dim={self.head_dim}) with a seq of at least {new}, the tokens "
+                f"of x; got shape {tuple(keys.shape)}"
+            )
+        seq_len = keys.shape[1]
+        width = min(self.top_k, seq_len)
+        token = torch.arange(seq_len, device=x.device)
+        chosen = [torch.empty(batch, 0, width, dtype=torch.int64, device=x.device)]
+        for at in slices(0, new, batch * seq_len * self.num_heads):
+            own = token[seq_len - new :][at, None]
+            index = self._scores(x[:, at], _cut(tables, at), keys).masked_fill(token > own, -torch.inf)
+            chosen.append(_best(self._forced(index, own, token), width))
+        return torch.cat(chosen, 1)
 
     def loss(
         self,
@@ -231,19 +266,48 @@ class Indexer(nn.Module):
     def _index(self, x: Tensor, tables: Tables | None, first: int, at: slice, sample: Tensor) -> Tensor:
         """Return the scores index(t, s) of queries t in `at` and keys s in [first, at.stop), `(batch, queries, keys)`;
         -inf where s > t or s is of another sample. `sample` is from `_samples`."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        query = self.query(x[:, at]).unflatten(-1, (self.num_heads, -1)).to(dtype)
-        key = self.key(x[:, first : at.stop]).to(dtype)
+        before = slice(first, at.stop)
+        index = self._scores(x[:, at], _cut(tables, at), self._keys(x[:, before], _cut(tables, before)))
+        token = torch.arange(at.stop, device=x.device)
+        seen = (token[first:] <= token[at, None]) & (sample[:, None, before] == sample[:, at, None])
+        return index.masked_fill(~seen, -torch.inf)
+
+    def _keys(self, x: Tensor, tables: Tables | None) -> Tensor:
+        key = self.key(x)
+        key = key.to(torch.promote_types(x.dtype, torch.float32))
+        if tables is None:
+            return key
+        return _rotated(key[:, :, None], tables[-2:])[:, :, 0]
+
+    def _scores(self, x: Tensor, tables: Tables | None, key: Tensor) -> Tensor:
+        """Return index(t, s) of the tokens t of x and all keys s, `(batch, queries, keys)`."""
+        query = self.query(x).unflatten(-1, (self.num_heads, -1)).to(key.dtype)
         if tables is not None:
-            query = _rotated(query, tables, at)
-            key = _rotated(key[:, :, None], tables, slice(first, at.stop))[:, :, 0]
-        weight = self.weight(x[:, at]).to(dtype)
+            query = _rotated(query, tables[:2])
+        weight = self.weight(x).to(key.dtype)
         with without_autocast(x):
             score = (query.transpose(1, 2) @ key.mT[:, None]).relu()
-            index = torch.einsum("bjqs,bqj->bqs", score, weight) * self.head_dim**-0.5
-        token = torch.arange(at.stop, device=x.device)
-        seen = (token[first:] <= token[at, None]) & (sample[:, None, first : at.stop] == sample[:, at, None])
-        return index.masked_fill(~seen, -torch.inf)
+            return torch.einsum("bjqs,bqj->bqs", score, weight) * self.head_dim**-0.5
+
+    def _forced(self, index: Tensor, own: Tensor, place: Tensor) -> Tensor:
+        """Return the index with inf for the tokens that come before all others, unless it is -inf. `own` and `place`
+        are the places of queries and keys in their sample, and broadcast to the index."""
+        forced = (place < self.leading) | (own - place < self.recent)
+        return index.masked_fill(forced & (index > -torch.inf), torch.inf)
+
+
+def _without_gradients() -> AbstractContextManager[object]:
+    """Return `torch.no_grad()`. In a graph it does nothing: what is chosen has no gradient anyway, and pipelines cannot
+    split a graph that turns gradients off."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.no_grad()
+
+
+def _best(index: Tensor, number: int) -> Tensor:
+    """Return the keys with the largest index, `(..., number)`; -1 in place of those whose index is -inf."""
+    values, indices = stable_topk(index, number)
+    return indices.masked_fill(values == -torch.inf, -1)
 
 
 def _samples(
@@ -275,9 +339,16 @@ def _places(sample: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return token - cu_seqlens.to(sample.device)[sample]
 
 
-def _rotated(x: Tensor, tables: Tables, at: slice) -> Tensor:
-    """Rotate the first channels of x `(batch, tokens, heads, head_dim)` by the rows `at` of tables (cos, sin)."""
-    cos, sin = (table[..., at, :, :].to(x.dtype) for table in tables)
+def _cut(tables: Tables | None, at: slice) -> Tables | None:
+    """Return the rows `at` of tables; None without tables."""
+    if tables is None:
+        return None
+    return tuple(table[..., at, :, :] for table in tables)
+
+
+def _rotated(x: Tensor, tables: Tables) -> Tensor:
+    """Rotate the first channels of x `(batch, tokens, heads, head_dim)` by tables (cos, sin)."""
+    cos, sin = (table.to(x.dtype) for table in tables)
     turned, rest = x.tensor_split([cos.shape[-1]], -1)
     turned = torch.addcmul(turned * cos, turned.roll(cos.shape[-1] // 2, -1), sin)
     return torch.cat([turned, rest], -1)
