@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.models import IndexedKeys, LongNetConfig, LongNetLM
 from dilated_attention_lab.training.text import Split
 
 SHORT = 512
@@ -70,7 +70,7 @@ def _hashed(tokens: Int[Tensor, "batch seq"], size: int, rows: int) -> Int[Tenso
 def learn(
     model: ByteLM, split: Split, generator: torch.Generator, progress: Callable[[int], float]
 ) -> Iterator[tuple[Int[Tensor, "count bytes"], float]]:
-    """Train, and yield the bytes that each step read and its loss in nats per byte.
+    """Train, and yield the bytes that each step read and its loss in nats per byte. Indexers learn from their own loss.
 
     A third of the training goes to short pieces of text, several per step, the rest to whole windows.
 
@@ -86,8 +86,12 @@ def learn(
     step, done = 0, 0.0
     while done < 1:
         windows = split.batch(8, generator)[:, : SHORT + 1] if done < 1 / 3 else split.batch(1, generator)
-        loss = model.loss(windows.to(device))
-        loss.backward()
+        if isinstance(model.config.selection, IndexedKeys):
+            loss, index_loss = model.losses(windows.to(device))
+            (loss + index_loss).backward()
+        else:
+            loss = model.loss(windows.to(device))
+            loss.backward()
         nn.utils.clip_grad_norm_(dense, 1.0)
         step += 1
         for optimizer in optimizers:

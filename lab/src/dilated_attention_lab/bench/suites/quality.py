@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import Dilated, Sum, Window
-from dilated_attention.models import BlockMixture, LongNetConfig, NativeSparse
+from dilated_attention.models import BlockMixture, IndexedKeys, LongNetConfig, NativeSparse
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step
 from dilated_attention_lab.training import recall
@@ -25,7 +25,7 @@ from dilated_attention_lab.training.byte_model import ByteLM, learn
 from dilated_attention_lab.training.text import Split, read_text
 
 IN_STEPS = ("dilated", "dense", "window")
-IN_TIME = ("dilated", "dense", "window and dilated", "native sparse attention", "mixture of blocks")
+IN_TIME = ("dilated", "dense", "window and dilated", "native sparse attention", "mixture of blocks", "indexed keys")
 EQUAL_STEPS, EQUAL_TIME = "equal steps", "equal time"
 RATES = (1, 1, 4)
 
@@ -37,7 +37,8 @@ class Text:
     Attributes:
         context: bytes of a piece.
         segments: segments of the dilated model, two near ones at rate 1 and the whole piece at rate 4.
-        window: tokens of the local window, a few more than a token of the dilated model sees on average.
+        window: tokens of the local window, a few more than a token of the dilated model sees on average. An indexer
+            chooses as many.
         num_selected: blocks of 64 keys that native sparse attention selects, next to a window and the compressed keys.
         top_k: blocks of 256 keys that the mixture of blocks selects.
         steps: optimizer steps of each attention of IN_STEPS, in the comparison after equal steps.
@@ -63,6 +64,7 @@ class Text:
         selections = {
             "native sparse attention": NativeSparse(num_selected=self.num_selected),
             "mixture of blocks": BlockMixture(top_k=self.top_k),
+            "indexed keys": IndexedKeys(top_k=self.window),
         }
         return {"pattern": patterns.get(attention), "selection": selections.get(attention)}
 
