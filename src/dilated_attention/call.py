@@ -171,8 +171,8 @@ class Call:
     def remembered(
         cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, *, alone: bool = True
     ) -> Call:
-        """Return the same as `of`; the options must be complete. Of a call whose `_key` is in `plan_cache` nothing is
-        checked again but tensors and layouts inside segments, and its backend is not chosen again. Warns as
+        """Return the same as `of`; the options must be complete. If its `_key` is in `plan_cache`,
+        only tensors and layouts inside segments are checked again, and no backend is chosen again. Warns as
         `warn_of_unserved` does, unless other calls show keys to the same queries (`alone`).
         """
         key = _key(q, k, v, pattern, options)
@@ -576,8 +576,8 @@ def near_keys(
     """Return which keys a window at positions shows to some query, and the options of a call over these alone; (None,
     `options`) if it needs its keys and positions as they are.
 
-    A window goes by distance: both positions are moved by the same number, so that every new token of a generation
-    makes the same call.
+    A window depends on distances alone: both positions are moved by the same number, so that every new token of a
+    generation makes the same call.
     """
     check_placed(pattern, options)
     checks.tensors(q, k, v, placed=True)
