@@ -128,6 +128,8 @@ def newest_attention(
     """
     if scale is None:
         scale = q.shape[3] ** -0.5
+    if hidden is not None and checks.readable(hidden) and not hidden.any():
+        hidden = None  # then nothing is copied to hide it
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = q[:, 0].to(dtype).unflatten(1, (k.shape[1], -1))
     with without_autocast(q):
