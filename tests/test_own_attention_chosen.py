@@ -137,16 +137,16 @@ def _many_heads(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
 def tiles(monkeypatch) -> list[tuple[int, int]]:
     """Make indexers compute tiles of their scores for seven queries; return a list of their (queries, keys)."""
     sizes = []
-    compute = index_scores._Index._tiles
+    compute = index_scores._Index._fill
 
-    def counted(index, keys, sample, at):
+    def counted(index, out, keys, sample, at):
         sizes.append((at.stop - at.start, len(keys)))
-        return compute(index, keys, sample, at)
+        compute(index, out, keys, sample, at)
 
     monkeypatch.setattr(chosen_keys, "SCORES", 0)
     monkeypatch.setattr(index_scores, "KEYS", 16)
-    monkeypatch.setattr(index_scores, "TILE", 7 * 16 * MANY["index_n_heads"])
-    monkeypatch.setattr(index_scores._Index, "_tiles", counted)
+    monkeypatch.setattr(index_scores, "TILE", 7 * 16 * MANY["index_n_heads"] // torch.get_num_threads())
+    monkeypatch.setattr(index_scores._Index, "_fill", counted)
     return sizes
 
 

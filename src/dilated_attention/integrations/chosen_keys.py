@@ -35,7 +35,8 @@ from dilated_attention.integrations.own_attention import NAME, Chosen, Rows, Sho
 from dilated_attention.plumbing import require_when_run
 
 SCORES = 2**23
-"""The scores, over all index heads, that an indexer computes at a time."""
+"""An indexer computes as many scores at once, over all index heads; of more it computes tiles. Lists are hidden as many
+entries at a time."""
 
 
 def chooses_keys(config: Any) -> bool:
@@ -50,20 +51,29 @@ def as_listed(module: Any, shown: Shown, arguments: dict[str, Any]) -> Shown | C
     of a row are distinct, or -1 for none. Lists of every key that the mask shows change nothing.
     """
     indices = arguments.get("indices")
-    blocks = arguments.get("block_indices")
-    traced = torch.compiler.is_compiling()  # then values cannot be looked at
     if indices is not None:
-        if indices.shape[2] >= shown.keys and not traced and indices.min() >= 0:
-            return shown
-        return Chosen(that_are_shown(shown, indices)[:, None], shown)
-    if blocks is None:
+        return _listed_keys(shown, indices)
+    blocks = arguments.get("block_indices")
+    if blocks is not None:
+        return _listed_blocks(module, shown, blocks)
+    return shown
+
+
+def _listed_keys(shown: Shown, indices: Tensor) -> Shown | Chosen:
+    traced = torch.compiler.is_compiling()  # then values cannot be looked at
+    if indices.shape[2] >= shown.keys and not traced and indices.min() >= 0:
         return shown
+    return Chosen(that_are_shown(shown, indices)[:, None], shown)
+
+
+def _listed_blocks(module: Any, shown: Shown, blocks: Tensor) -> Shown | Chosen:
     _require_blocks_from_the_start(module, shown)
     size = module.indexer.block_size
     place = shown.q_start - shown.k_start + torch.arange(shown.queries, device=blocks.device)[:, None]
-    last = place // size
-    blocks = blocks.masked_fill(blocks > last, -1)
-    if shown.is_causal and not traced and ((blocks >= 0).sum(-1) == last[:, 0] + 1).all():
+    own = place // size
+    blocks = blocks.masked_fill(blocks > own, -1)
+    traced = torch.compiler.is_compiling()
+    if shown.is_causal and not traced and ((blocks >= 0).sum(-1) == own[:, 0] + 1).all():
         return shown
     return Chosen(blocks, shown, size)
 
@@ -102,19 +112,26 @@ def attend_chosen(chosen: Chosen, q: Tensor, k: Tensor, v: Tensor, **options: An
     The result is shaped like q, with the head_dim of v; 0 where a list is empty. options: as in `attend`.
     """
     lists = _for_heads(chosen.lists, q.shape[2], k.shape[2])
+    if chosen.size == 1:
+        return _attend_keys(lists, q, k, v, **options)
     shown = chosen.shown
-    if chosen.size > 1:
-        assert shown is not None
-        if shown.is_causal and shown.is_plain and shown.queries == shown.keys and shown.q_start == shown.k_start:
-            layout = BlockLayout.from_topk(lists, (1, chosen.size), seq_len=shown.keys, is_causal=True)
-            return _tensor(attention(q, k, v, layout, is_causal=True, key_padding_mask=shown.hidden, **options))
-        lists = _tokens(lists, shown, chosen.size)
-    one = q.shape[1] == 1 and not options.get("dropout_p") and options.get("softcap") is None
-    if one:
+    assert shown is not None
+    from_the_start = shown.queries == shown.keys and shown.q_start == shown.k_start
+    if not (shown.is_causal and shown.is_plain and from_the_start):
+        return _attend_keys(_tokens(lists, shown, chosen.size), q, k, v, **options)
+    layout = BlockLayout.from_topk(lists, (1, chosen.size), seq_len=shown.keys, is_causal=True)
+    return _tensor(attention(q, k, v, layout, is_causal=True, key_padding_mask=shown.hidden, **options))
+
+
+def _attend_keys(lists: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Return the attention of q over listed keys, `(batch, lists, queries, k)`; see `attend_chosen`."""
+    queries = q.shape[1]
+    keys = k.shape[1]
+    if queries == 1 and not options.get("dropout_p") and options.get("softcap") is None:
         return _tensor(listed_attention(q, k, v, lists, scale=options["scale"], sinks=options["sinks"]))
-    layout = _layout(lists, max(q.shape[1], k.shape[1]))
-    if q.shape[1] != k.shape[1]:
-        options |= {"q_start": layout.seq_len - q.shape[1], "k_start": 0}
+    layout = _layout(lists, max(queries, keys))
+    if queries != keys:
+        options |= {"q_start": layout.seq_len - queries, "k_start": 0}
     return _tensor(attention(q, k, v, layout, **options))
 
 
@@ -232,41 +249,59 @@ def _lists_of_pools(indexer: Any, shown: Shown, x: Tensor, tables: tuple[Tensor,
     whose mean key scores most, and those after the last complete pool. x: `(batch, queries, hidden_size)`. tables:
     (cos, sin) of all keys.
     """
-    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     batch, queries, _ = x.shape
     size = indexer.compress_ratio
     past = shown.q_start - shown.k_start
-    cos, sin = tables
-
-    query, keys = indexer.index_qk_proj(x).split(
-        [indexer.index_n_heads * indexer.index_head_dim, indexer.index_head_dim], -1
-    )
-    query = indexer.q_layernorm(query.unflatten(-1, (indexer.index_n_heads, -1)))
-    query = rotate(query, cos=cos[:, -queries:], sin=sin[:, -queries:], unsqueeze_dim=2).float()
-    if cache is not None:
-        keys = cache.update_indexer(keys, indexer.layer_idx)
+    query, keys = _queries_and_keys(indexer, x, tables, cache)
     lists = torch.full((batch, 1, queries, indexer.token_budget + size - 1), -1, device=x.device)
     place = torch.arange(past, past + queries, device=x.device)
     for sample, rows, token in _samples(shown, batch, past + queries, x.device):
         pools = token[: len(token) // size * size].view(-1, size)
-        pooled = keys[sample, pools].float().mean(1).to(keys.dtype)
-        pooled = indexer.k_layernorm(pooled)[:, None]
-        first = pools[:, 0]
-        pooled = rotate(pooled, cos=cos[sample, first], sin=sin[sample, first])[:, 0].float()
-
+        pooled = _pooled(indexer, keys[sample], pools, tables, sample)
         count = torch.searchsorted(token, place[rows], right=True)  # the tokens up to each query
         complete = count // size
         for number in complete.unique().tolist():  # all queries that have as many complete pools
-            same = rows[complete == number]
-            chosen = min(indexer.block_topk, number)
-            score = (query[sample, same] @ pooled[:number].mT).relu().sum(1)
-            best = score.topk(chosen, dim=-1).indices
-            lists[sample, 0, same, : chosen * size] = pools[best].flatten(1)
-            tail = number * size + torch.arange(size - 1, device=x.device)
-            rest = token[tail.clamp(max=len(token) - 1)].expand(len(same), -1)
-            missing = tail >= count[complete == number, None]
-            lists[sample, 0, same, chosen * size : chosen * size + size - 1] = rest.masked_fill(missing, -1)
+            same = complete == number
+            score = (query[sample, rows[same]] @ pooled[:number].mT).relu().sum(1)
+            best = score.topk(min(indexer.block_topk, number), dim=-1).indices
+            rest = _following(token, number * size, size - 1, count[same])
+            found = torch.cat([pools[best].flatten(1), rest], 1)
+            lists[sample, 0, rows[same], : found.shape[1]] = found
     return lists
+
+
+def _queries_and_keys(indexer: Any, x: Tensor, tables: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, Tensor]:
+    """Return the rotated queries of a Qwen4 indexer, float32 `(batch, queries, heads, head_dim)`, and its keys so far
+    as they are, `(batch, keys, head_dim)`."""
+    heads = indexer.index_n_heads
+    dim = indexer.index_head_dim
+    cos, sin = (table[:, -x.shape[1] :] for table in tables)
+    query, keys = indexer.index_qk_proj(x).split([heads * dim, dim], -1)
+    query = indexer.q_layernorm(query.unflatten(-1, (heads, -1)))
+    query = _rotate(indexer, query, cos=cos, sin=sin, unsqueeze_dim=2).float()
+    if cache is not None:
+        keys = cache.update_indexer(keys, indexer.layer_idx)
+    return query, keys
+
+
+def _pooled(indexer: Any, keys: Tensor, pools: Tensor, tables: tuple[Tensor, Tensor], sample: int) -> Tensor:
+    """Return the key of each pool, float32 `(pools, head_dim)`; pools: the tokens of each, `(pools, size)`."""
+    cos, sin = (table[sample, pools[:, 0]] for table in tables)
+    mean = keys[pools].float().mean(1).to(keys.dtype)
+    return _rotate(indexer, indexer.k_layernorm(mean)[:, None], cos=cos, sin=sin)[:, 0].float()
+
+
+def _rotate(indexer: Any, x: Tensor, **tables: Any) -> Tensor:
+    """Return x as the code of the indexer's model rotates it."""
+    return sys.modules[type(indexer).__module__].apply_rotary_pos_emb(x, **tables)
+
+
+def _following(token: Tensor, first: int, number: int, count: Tensor) -> Tensor:
+    """Return entries `first` to `first + number - 1` of `token` for each query, `(queries, number)`; -1 for those after
+    the first `count` of them, `(queries,)`."""
+    place = first + torch.arange(number, device=token.device)
+    entries = token[place.clamp(max=len(token) - 1)]
+    return entries.expand(len(count), -1).masked_fill(place >= count[:, None], -1)
 
 
 def _samples(shown: Shown, batch: int, stop: int, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -22,10 +22,10 @@ from torch import Tensor
 from dilated_attention import UnsupportedError
 from dilated_attention.integrations.own_attention import REMEDY, Rows
 
-TILE = 2**20
-"""The scores of a tile, over all index heads: 4 MiB."""
+TILE = 2**18
+"""The scores of a tile per thread, over all index heads: 1 MiB, which stay in a core's cache."""
 
-KEYS = 1024
+KEYS = 128
 """The keys of a tile."""
 
 
@@ -159,24 +159,25 @@ class _Index(_Noted):
         past = self.keys.shape[1] - queries
         keys = self.keys.float()
         largest = self.query.new_full((batch, queries, number), -1, dtype=torch.int32)
-        step = max(1, TILE // (heads * KEYS))
+        step = max(1, TILE * torch.get_num_threads() // (heads * KEYS))
         for first in range(0, queries, step):
             at = slice(first, min(first + step, queries))
             stop = past + at.stop
             if stop <= number:  # the mask hides those after the query
                 largest[:, at, :stop] = torch.arange(stop, device=keys.device)
                 continue
-            index = torch.stack([self._tiles(keys[i, :stop], i, at) for i in range(batch)])
+            index = keys.new_empty(batch, at.stop - at.start, stop)
+            for sample in range(batch):
+                self._fill(index[sample], keys[sample, :stop], sample, at)
             index.masked_fill_(~self.rows.part(at, stop), -torch.inf)
             largest[:, at] = index.topk(number, sorted=False).indices.to(torch.int32)
         return _Largest(largest)
 
-    def _tiles(self, keys: Tensor, sample: int, at: slice) -> Tensor:
-        """Return the index of some queries of a sample and its first keys, `(queries, keys)`."""
-        query = self.query[sample, at]
+    def _fill(self, index: Tensor, keys: Tensor, sample: int, at: slice) -> None:
+        """Write the index of some queries of a sample and its first keys to `index`, `(queries, keys)`."""
+        heads = self.query.shape[2]
+        query = self.query[sample, at].flatten(0, 1)
         weight = self.weight[sample, at]
-        parts = []
-        for part in keys.split(KEYS):
-            score = (query.flatten(0, 1) @ part.mT).relu_()
-            parts.append((weight @ score.view(*query.shape[:2], -1))[:, 0])
-        return torch.cat(parts, 1)
+        for part, out in zip(keys.split(KEYS), index.split(KEYS, 1), strict=True):
+            score = (query @ part.mT).relu_()
+            out.copy_((weight @ score.unflatten(0, (-1, heads)))[:, 0])

@@ -216,7 +216,8 @@ class Indexer(nn.Module):
         sample, edges = _samples(x, lengths, cu_seqlens, key_padding_mask)
         hidden = sample < 0
         x = x.detach().masked_fill(hidden[..., None], 0.0)
-        q, k = (y.detach().masked_fill(hidden[..., None, None], 0.0) for y in (q, k))
+        q = q.detach().masked_fill(hidden[..., None, None], 0.0)
+        k = k.detach().masked_fill(hidden[..., None, None], 0.0)
         if scale is None:
             scale = q.shape[3] ** -0.5
 
