@@ -1,4 +1,7 @@
-"""`bench transformers`: models with windows, of random weights and Gemma 3, beside transformers' other attentions."""
+"""`bench transformers`: models with windows or chosen keys, beside transformers' other attentions.
+
+Gemma 3 has its weights, the others have random ones.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,20 @@ from dilated_attention_lab.bench.suites import Step, over
 
 OURS = "dilated_attention"
 GEMMA_SHAPE = {"model": "Gemma 3 270M", "dtype": "float32", "heads": 4}
+CHOOSING_SHAPE: dict[str, Any] = {
+    "model": "DeepSeek-V3.2", "dtype": "float32", "layers": 1, "heads": 8, "index_heads": 64, "keys": 512,
+}  # fmt: skip
+"""One layer with the head dims and index heads of the released model, but narrower and with fewer heads."""
+LINEAR = 8e9
+"""The most bytes that the layer adds at 32,768 tokens."""
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
     if quick:
-        return [_shape(device, "ModernBERT-base", _modernbert, 1024, "sdpa", {"layers": 3}, {"forward": None})]
+        return [
+            _shape(device, "ModernBERT-base", _modernbert, 1024, "sdpa", {"layers": 3}, {"forward": None}),
+            _choosing(device, 1024),
+        ]
     return [
         _shape(device, "ModernBERT-base", _modernbert, 2048, "sdpa", {"layers": 22}, {"forward": 0.8}),
         _shape(device, "ModernBERT-base", _modernbert, 8192, "sdpa", {"layers": 22}, {"forward": 0.4}),
@@ -35,6 +47,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         _gemma(device, 32768, (0.45, 1.0)),
         _gemma_blocks(device, 16384),
         _gemma_tokens(device, 8192),
+        *[_choosing(device, seq_len) for seq_len in (1024, 2048, 4096, 8192, 16384, 32768)],
     ]
 
 
@@ -61,6 +74,56 @@ def _gpt_oss(layers: int, heads: int) -> Any:
         num_key_value_heads=heads // 8, num_local_experts=2, num_experts_per_tok=1, vocab_size=256,
     )  # fmt: skip
     return GptOssModel(config)
+
+
+def _deepseek() -> Any:
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    config = DeepseekV32Config(
+        num_hidden_layers=1, hidden_size=1024, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8,
+        q_lora_rank=512, index_topk=CHOOSING_SHAPE["keys"], vocab_size=256,
+    )  # fmt: skip
+    return DeepseekV32ForCausalLM(config)
+
+
+def _choosing(device: torch.device, seq_len: int) -> Step:
+    """Compare a model that chooses its keys, computed by this library, with `sdpa`: time, and memory at its peak.
+
+    transformers' indexer holds two tensors of tokens x tokens x index heads. Where they do not fit in memory, this
+    library is measured alone.
+    """
+    parameters = CHOOSING_SHAPE | {"seq_len": seq_len}
+    scores = seq_len**2 * CHOOSING_SHAPE["index_heads"]
+    is_long = seq_len >= 4096
+
+    def run() -> Iterator[Row]:
+        torch.manual_seed(0)
+        model = _deepseek().to(device).eval()
+        tokens = torch.randint(256, (1, seq_len), device=device)
+        prompts = {OURS: _Prompt()}
+        why = measure.lack_of_memory(2 * 4 * scores, device)
+        if why is None:
+            prompts["sdpa"] = _Prompt()
+        contenders = {name: prompt.reads(model, name, tokens) for name, prompt in prompts.items()}
+        rounds = measure.interleave(contenders, seconds=30, device=device, least=1 if is_long else 2, most=5)
+
+        figures = {}
+        for name, prompt in prompts.items():
+            yield Row.of(f"chosen keys, {name}: forward", parameters, rounds.spread(name), "s")
+            if prompt.bytes is not None:
+                figures[name] = prompt.bytes
+                bar = LINEAR if name == OURS and seq_len == 32768 else None
+                yield Row(f"chosen keys, {name}: peak memory", parameters, prompt.bytes, "bytes", bar=bar)
+
+        time, memory = "chosen keys, forward: time over sdpa", "chosen keys, forward: peak memory over sdpa's"
+        if why is not None:
+            yield Row(time, parameters, None, "x", refused=why)
+            return
+        yield over(rounds, OURS, "sdpa", "forward", parameters, time, bar=0.25 if is_long else None)
+        if len(figures) == len(prompts):
+            yield Row(memory, parameters, figures[OURS] / figures["sdpa"], "x", bar=0.1 if is_long else None)
+
+    return Step(f"a layer of DeepSeek-V3.2 at {seq_len:,} tokens", run)
 
 
 def _shape(
