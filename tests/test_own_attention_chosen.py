@@ -145,7 +145,7 @@ def tiles(monkeypatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(chosen_keys, "SCORES", 0)
     monkeypatch.setattr(index_scores, "KEYS", 16)
-    monkeypatch.setattr(index_scores, "TILE", 7 * 16 * MANY["index_n_heads"] // torch.get_num_threads())
+    monkeypatch.setattr(index_scores, "TILE", -(-7 * 16 * MANY["index_n_heads"] // torch.get_num_threads()))
     monkeypatch.setattr(index_scores._Index, "_fill", counted)
     return sizes
 

@@ -303,9 +303,27 @@ def test_an_indexer_learns_where_attention_falls():
 def test_an_indexer_in_half_precision_chooses_in_single():
     indexer, x = routing.Indexer(16, 2, 8, top_k=4), torch.randn(1, 40, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        assert indexer._index(x, None, 0, slice(0, 40), torch.zeros(1, 40)).dtype == torch.float32
+        key = indexer.keys(x)
+        assert key.dtype == torch.float32
+        assert indexer._index(x, None, key, 0, slice(0, 40), torch.zeros(1, 40)).dtype == torch.float32
     assert indexer.choose(x[:, :0]).shape == (1, 0, 0)
     assert indexer.choose(x, 0).shape == (1, 0, 4)
+
+
+@pytest.mark.parametrize("chunk", [1, ranking.CHUNK])
+def test_an_indexer_chooses_for_new_tokens_from_kept_keys(chunk, monkeypatch):
+    monkeypatch.setattr(ranking, "CHUNK", chunk)
+    indexer = routing.Indexer(16, 2, 8, top_k=4, leading=1, recent=1, dtype=torch.float64)
+    x = torch.randn(2, 20, 16, dtype=torch.float64)
+    tables = rotary_tables(torch.arange(20), 6, dtype=torch.float64)
+    parts = []
+    for at in (slice(13), slice(13, 20)):
+        parts.append(indexer.keys(x[:, at], tables=tuple(y[at] for y in tables)))
+    keys = torch.cat(parts, 1)
+    for new in (0, 1, 7, 20):
+        last = tuple(y[20 - new :] for y in tables)
+        chosen = indexer.choose_next(x[:, 20 - new :], keys, tables=last)
+        assert torch.equal(chosen, indexer.choose(x, new, tables=tables))
 
 
 @pytest.mark.parametrize("forced", [{}, {"leading": 2, "recent": 1}], ids=str)
@@ -414,6 +432,10 @@ BAD = [
      lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 8), Q.flatten(2), K)),
     (r"x must be \(batch, seq, embed_dim=8\); got shape \(64, 8\)", lambda: routing.Indexer(8)(torch.zeros(64, 8))),
     (r"x must be .* got shape \(1, 64, 7\)", lambda: routing.Indexer(8).loss(torch.zeros(1, 64, 7), Q, K)),
+    (r"keys must be \(batch=1, seq, head_dim=4\) with a seq of at least 3, .* got shape \(1, 2, 4\)",
+     lambda: routing.Indexer(8, 2, 4).choose_next(torch.zeros(1, 3, 8), torch.zeros(1, 2, 4))),
+    (r"keys must be .* got shape \(1, 3, 5\)",
+     lambda: routing.Indexer(8, 2, 4).choose_next(torch.zeros(1, 3, 8), torch.zeros(1, 3, 5))),
     ("new must be.*from 0 to 3; got 5", lambda: routing.Indexer(8).choose(torch.zeros(1, 3, 8), 5)),
     ("x has no tokens to learn from", lambda: routing.Indexer(8).loss(torch.zeros(1, 0, 8), Q[:, :0], K[:, :0])),
 ]  # fmt: skip

@@ -87,8 +87,10 @@ class Indexer(nn.Module):
         self.weight = nn.Linear(embed_dim, self.num_heads, **factory)
 
     def extra_repr(self) -> str:
-        forced = f", leading={self.leading}, recent={self.recent}" if self.leading or self.recent else ""
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, top_k={self.top_k}{forced}"
+        shown = f"num_heads={self.num_heads}, head_dim={self.head_dim}, top_k={self.top_k}"
+        if self.leading or self.recent:
+            shown += f", leading={self.leading}, recent={self.recent}"
+        return shown
 
     def forward(
         self,
@@ -139,9 +141,10 @@ class Indexer(nn.Module):
         width = min(self.top_k, seq_len)
         place = _places(sample, edges)
         chosen = [torch.empty(x.shape[0], 0, width, dtype=torch.int64, device=x.device)]
-        for first, at in _parts(x, first_query, edges, self.num_heads):
-            with _without_gradients():
-                index = self._index(x, tables, first, at, sample)
+        with _without_gradients():
+            key = self._keys(x, tables)
+            for first, at in _parts(x, first_query, edges, self.num_heads):
+                index = self._index(x, tables, key, first, at, sample)
                 index = self._forced(index, place[:, at, None], place[:, None, first : at.stop])
                 chosen.append(_best(F.pad(index, (first, seq_len - at.stop), value=-torch.inf), width))
         return torch.cat(chosen, 1).masked_fill((sample[:, first_query:] < 0)[..., None], -1)
@@ -221,7 +224,7 @@ class Indexer(nn.Module):
         if scale is None:
             scale = q.shape[3] ** -0.5
 
-        part = partial(self._divergence, x, q, k, scale, tables, sample)
+        part = partial(self._divergence, x, q, k, scale, tables, self._keys(x, tables), sample)
         parts = []
         for first, at in _parts(x, 0, edges, max(q.shape[2], self.num_heads)):
             if torch.is_grad_enabled():
@@ -250,13 +253,14 @@ class Indexer(nn.Module):
         k: Tensor,
         scale: float,
         tables: Tables | None,
+        key: Tensor,
         sample: Tensor,
         first: int,
         at: slice,
     ) -> Tensor:
         """Return KL(p_t || softmax index(t, ·)), summed over batch and queries t in `at`; p_t is the mean over heads of
         the attention's probabilities. A hidden query sees itself alone, so its part is 0."""
-        index = self._index(x, tables, first, at, sample)
+        index = self._index(x, tables, key, first, at, sample)
         with torch.no_grad(), without_autocast(q):
             query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
             score = query @ k[:, first : at.stop].to(index.dtype).permute(0, 2, 3, 1)[:, :, None] * scale
@@ -264,11 +268,11 @@ class Indexer(nn.Module):
         told = index.log_softmax(-1).masked_fill(wanted == 0, 0.0)  # 0 where a token is not seen, not 0 times -inf
         return F.kl_div(told, wanted, reduction="sum")
 
-    def _index(self, x: Tensor, tables: Tables | None, first: int, at: slice, sample: Tensor) -> Tensor:
+    def _index(self, x: Tensor, tables: Tables | None, key: Tensor, first: int, at: slice, sample: Tensor) -> Tensor:
         """Return the scores index(t, s) of queries t in `at` and keys s in [first, at.stop), `(batch, queries, keys)`;
-        -inf where s > t or s is of another sample. `sample` is from `_samples`."""
+        -inf where s > t or s is of another sample. `key` is from `_keys`, `sample` from `_samples`."""
         before = slice(first, at.stop)
-        index = self._scores(x[:, at], _cut(tables, at), self._keys(x[:, before], _cut(tables, before)))
+        index = self._scores(x[:, at], _cut(tables, at), key[:, before])
         token = torch.arange(at.stop, device=x.device)
         seen = (token[first:] <= token[at, None]) & (sample[:, None, before] == sample[:, at, None])
         return index.masked_fill(~seen, -torch.inf)
