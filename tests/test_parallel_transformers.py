@@ -49,11 +49,11 @@ from dilated_attention.integrations.huggingface import (
     sparsify,
 )
 from dilated_attention.integrations.over_ranks import ranks_of
-from dilated_attention.integrations.own_attention import Shown
 from dilated_attention.parallel import cp_mean, set_context_parallel, shard_sequence, unshard_sequence
 from dilated_attention.parallel import exchange_plan as plan_of_call
 from dilated_attention.parallel.comm import link_of
 from dilated_attention.torch_internals import rendezvous_store
+from test_own_attention import _images, _prefix
 from tolerances import relative_error
 from transformers_families import CHOOSING, FAMILIES, FULL, build
 from transformers_families import SMALL as SMALL_OF_FAMILIES
@@ -726,22 +726,38 @@ class OwnLoss(LlamaForCausalLM):
         return out
 
 
-def blocks_of_tokens() -> None:
+def blocks_of_tokens() -> dict[str, float]:
+    """Compare a prefix and images that shard edges cut, beside padding. One rank may hold no image."""
     mesh = mesh_of_all()
-    model = build("gemma3", NAME)
+    answers = {}
+    for name, make in {"prefix": _prefix, "images": _images}.items():
+        model, types = make(NAME)
+        tokens = torch.randint(1, 90, types.shape, generator=torch.Generator().manual_seed(1))
+        weights = torch.randn(*types.shape, 1024, generator=torch.Generator().manual_seed(2))
+        few = torch.zeros_like(types)
+        few[:, 1:5] = 1
+        for words, marks in {"cut": types, "on one rank": few, "none": torch.zeros_like(types)}.items():
+            batch = {"input_ids": tokens, "token_type_ids": marks, "attention_mask": torch.ones_like(tokens)}
+            batch["attention_mask"][1, -5:] = 0
+            if words == "cut":  # as a model of images computes it before
+                batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+            kept = batch["attention_mask"].bool()
+            own = weights * kept[..., None]
+            right = results_of(model, batch, kept, own)
+            set_context_parallel(model, mesh)
+            answers[f"{name}, {words}"] = error(results_of(model, shard_batch(batch, mesh), kept, own, mesh), right)
+            set_context_parallel(model, None)
     set_context_parallel(model, mesh)
-    own = shard_batch({"input_ids": batch_of("plain")["input_ids"]}, mesh)
-    with torch.no_grad():
-        model(**own)
-        forward = forward_over_ranks.Forward(model, ranks_of(model), (0, 22, TOKENS))
-        shown = Shown(True, blocks=torch.zeros(1, 22, dtype=torch.long), queries=22, keys=22, ranks=forward)
-        q = torch.randn(1, 22, 4, 8)
-        with pytest.raises(ValueError, match=r"a block of tokens that see one another .* leave the mesh out"):
-            forward.attend(shown, q, q, q, model.model.layers[0].self_attn, indices=None)
+    batch = {"input_ids": tokens, "token_type_ids": types, "position_ids": torch.arange(tokens.shape[1])[None] % 20}
+    with pytest.raises(UnsupportedError, match=r"a prefix or images over a mesh, .* leave the mesh out"):
+        model(**shard_batch(batch, mesh))
+    return answers
 
 
 def test_blocks_of_tokens():
-    processes.run(2, blocks_of_tokens)
+    for answers in processes.run(3, blocks_of_tokens):
+        assert len(answers) == 6
+        assert max(answers.values()) <= EXACT, answers
 
 
 def advice() -> None:

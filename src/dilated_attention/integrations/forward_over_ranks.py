@@ -7,16 +7,19 @@ that it also reaches a layer that is recomputed in the backward.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from transformers import masking_utils
 
-from dilated_attention import Dilated, UnsupportedError, attention
+from dilated_attention import BlockLayout, Dilated, UnsupportedError, attention
 from dilated_attention.integrations.chosen_keys import attend_chosen, that_are_shown
 from dilated_attention.integrations.own_attention import Chosen, Shown, pattern_of_shown
+from dilated_attention.integrations.pair_masks import BLOCK
 from dilated_attention.plumbing import Link, context_group, fetched, link_of
 
 LAYER = "_layer_over_ranks"
@@ -54,6 +57,7 @@ class OverRanks:
         finds_packed: whether the model makes masks of packed samples from position_ids that restart.
         is_dilated: whether some layer has a dilated pattern.
         chooses: whether some layer lists the keys of each query.
+        runs_are_blocks: which marked tokens see one another, as `Probe` found.
         left_sums: whether a forward returned the losses of this rank's tokens, for the caller to add up.
         kept: where a forward leaves the keys of this rank that later tokens see, by layer; None: nowhere.
     """
@@ -64,6 +68,7 @@ class OverRanks:
     finds_packed: bool
     is_dilated: bool
     chooses: bool
+    runs_are_blocks: bool | None
     left_sums: bool = False
     kept: dict[nn.Module, Keys] | None = None
 
@@ -111,7 +116,50 @@ class Forward:
 
     def described(self, shown: Shown) -> Shown:
         """Return what a mask of this rank's shard shows, placed in the whole sequence."""
-        return replace(shown, q_start=self.start, k_start=self.start, ranks=self)
+        shown = replace(shown, q_start=self.start, k_start=self.start, ranks=self)
+        if shown.blocks is None:
+            return shown
+        is_plain = shown.is_causal and shown.chunk is shown.samples is self.samples is self.over.kept is None
+        if not is_plain or self.over.runs_are_blocks is None:
+            raise UnsupportedError(
+                "a prefix or images over a mesh, in packed samples, in chunks or by a rule that is not known, are not "
+                "supported: leave the mesh out"
+            )
+        blocks = self._numbered(shown.blocks)
+        if (blocks < 0).all():
+            return replace(shown, blocks=None)
+        return replace(shown, blocks=None, pairs=partial(self._layout, replace(shown, blocks=blocks)))
+
+    def _numbered(self, blocks: Tensor) -> Tensor:
+        """Return the number of the block of each of all ranks' tokens, `(batch, seq)`, -1 for none. blocks: those of
+        this rank, numbered in its shard."""
+        link = self.over.link
+        link.enter("blocks of tokens")
+        rows = blocks.long().T.contiguous()
+        whole = link.whole(rows, self.bounds, "while gathering blocks of tokens").T
+        if not self.over.runs_are_blocks:
+            return whole
+        marked = whole >= 0
+        begins = marked & ~F.pad(marked, (1, 0))[:, :-1]
+        return begins.cumsum(1).masked_fill(~marked, -1)
+
+    def _layout(self, shown: Shown) -> BlockLayout:
+        """Return what a mask with blocks shows of the whole sequence, padding included."""
+        blocks = shown.blocks
+        assert blocks is not None
+
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            own = blocks[batch, query]
+            seen = (key <= query) | ((own >= 0) & (own == blocks[batch, key]))
+            if shown.window is not None:
+                seen = seen & (key > query - shown.window)
+            if self.hidden is not None:
+                seen = seen & ~self.hidden[batch, key]
+            return seen
+
+        return BlockLayout.from_mask_mod(
+            sees, self.seq_len, self.seq_len, batch=len(blocks), block_size=BLOCK, device=blocks.device
+        )
 
     def attend(
         self, shown: Shown, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, *, indices: Tensor | None,
@@ -121,11 +169,8 @@ class Forward:
 
         indices: the keys that each query of this shard lists, as in `chosen_keys.as_listed`; None: no lists.
         """
-        if shown.blocks is not None:
-            raise UnsupportedError(
-                "a block of tokens that see one another (a prefix, an image) over a mesh is not supported: leave the "
-                "mesh out"
-            )
+        if shown.pairs is not None:
+            return _out(attention(q, k, v, shown.layout, **options, **self._options(layer)))
         if indices is not None and indices.shape[2] < self.seq_len:
             return self._attend_listed(shown, indices, q, k, v, layer, options)
         if self.over.kept is not None:

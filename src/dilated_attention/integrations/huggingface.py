@@ -543,7 +543,9 @@ def visibility(
             shown = read_mask(mask_function)
         except UnsupportedError as error:  # for the layer that is given it
             shown = Refused(error)
+    marked = None
     if isinstance(shown, Shown):
+        marked = shown.blocks
         shown = _placed(shown, *sizes, attention_mask)
     forward = over_ranks.active()
     unread = isinstance(shown, Refused) or (isinstance(shown, Shown) and shown.needs_pairs)
@@ -551,6 +553,8 @@ def visibility(
         make = partial(layout_of_function, mask_function, batch_size, *sizes, kwargs.get("device"))
         shown = _placed(Shown(False, pairs=make), *sizes, attention_mask)
     if isinstance(shown, Shown):
+        if forward is not None and marked is not None:  # on another rank a query may lie in a block
+            shown = replace(shown, blocks=marked)
         skips = type(config) not in WITH_CONVOLUTIONS
         shown = replace(shown, skips_padding=skips, device=kwargs.get("device"))
         if forward is not None:

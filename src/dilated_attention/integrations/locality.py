@@ -7,11 +7,13 @@ looks at no other token: it takes the place of the model's own as long as `ACTIV
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -48,11 +50,28 @@ class Probe:
     layers: dict[nn.Module, str] = field(default_factory=dict)
     indexers: set[nn.Module] = field(default_factory=set)
     finds_packed: bool = False
+    is_causal: bool = False
+    blocks: Tensor | None = None
     start: int = 0
 
     def described(self, shown: Shown) -> Shown:
         self.finds_packed |= shown.samples is not None
-        return replace(shown, samples=None, ranks=self)
+        self.is_causal |= shown.is_causal
+        if shown.blocks is not None:
+            self.blocks = shown.blocks[0]
+        return replace(shown, samples=None, blocks=None, ranks=self)
+
+    @property
+    def runs_are_blocks(self) -> bool | None:
+        """Return whether each run of marked tokens sees itself alone (images), or all see one another (a prefix); None:
+        the mask of the last run does not tell."""
+        if self.blocks is None:
+            return None
+        marked = self.blocks >= 0
+        begins = self.blocks[marked & ~F.pad(marked, (1, 0))[:-1]]  # the number of each run
+        if len(begins) < 2:
+            return None
+        return bool((begins[0] != begins[1:]).all())
 
     def index(self, shown: Shown, indexer: nn.Module) -> tuple[Shown, None]:
         self.indexers.add(indexer)
@@ -70,16 +89,21 @@ class Probe:
         return self.attend(shown, q, k, v, layer)
 
 
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
+"""The arguments by which models learn which tokens are an image or a prefix."""
+
 _TOKENS = 11
 """The tokens of a probe: a number that no other dimension of a model is likely to have."""
 
 
 @torch.no_grad()
 def probed(model: PreTrainedModel) -> Probe:
-    """Return the names of a model's attention layers, and whether it finds packed samples.
+    """Return the names of a model's attention layers, whether it finds packed samples, and which marked tokens see one
+    another.
 
     The model runs twice on a few tokens with attention that looks at no other token, the second time with the tokens in
-    the opposite order and the last of them replaced; their positions go with them. Raises UnsupportedError, which names
+    the opposite order and the last of them replaced; their positions go with them. If it takes token types, it runs
+    once more, with two runs of marked tokens, to show its mask. Raises UnsupportedError, which names
     the layer, if another token's output then differs, if no layer calls this library, or if a layer is a convolution or
     recurrence.
     """
@@ -87,16 +111,20 @@ def probed(model: PreTrainedModel) -> Probe:
     _require_plain_model(model)
     probe = Probe({module: path for path, module in model.named_modules()})
     table = cast(nn.Embedding, model.get_input_embeddings()).weight
-    tokens = torch.randint(table.shape[0], (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    places = torch.arange(_TOKENS)[None]
+    tokens = torch.randint(table.shape[0], (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(table.device)
+    places = torch.arange(_TOKENS, device=table.device)[None]
     reverse = tokens.flip(1)
     reverse[:, 0] = (reverse[:, 0] + 1) % table.shape[0]
 
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        first, output = _run(model, probe, tokens.to(table.device), places.to(table.device))
-        second, _ = _run(model, probe, reverse.to(table.device), places.flip(1).to(table.device))
+        first, output = _run(model, probe, tokens, places)
+        second, _ = _run(model, probe, reverse, places.flip(1))
+        if probe.is_causal:
+            types = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0]], device=table.device)
+            for argument in TOKEN_TYPES & inspect.signature(model.forward).parameters.keys():
+                _run(model, probe, tokens, places, {argument: types})
     finally:
         for module, mode in training.items():
             module.training = mode
@@ -121,7 +149,9 @@ def probed(model: PreTrainedModel) -> Probe:
     return probe
 
 
-def _run(model: nn.Module, probe: Probe, tokens: Tensor, places: Tensor) -> tuple[dict[nn.Module, list[Tensor]], Any]:
+def _run(
+    model: nn.Module, probe: Probe, tokens: Tensor, places: Tensor, more: Mapping[str, Tensor] | None = None
+) -> tuple[dict[nn.Module, list[Tensor]], Any]:
     """Return the rows of tokens that each module returned, in the order in which modules end, and the output."""
     found: dict[nn.Module, list[Tensor]] = {}
 
@@ -132,7 +162,7 @@ def _run(model: nn.Module, probe: Probe, tokens: Tensor, places: Tensor) -> tupl
             if isinstance(x, Tensor) and x.is_floating_point() and _TOKENS in x.shape:
                 rows.append(x.detach())
 
-    given: dict[str, Any] = {"input_ids": tokens, "position_ids": places}
+    given: dict[str, Any] = {"input_ids": tokens, "position_ids": places, **(more or {})}
     if accepts(model, "use_cache"):
         given["use_cache"] = False
     handles = [module.register_forward_hook(record) for module in model.modules()]

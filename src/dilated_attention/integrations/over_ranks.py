@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from dilated_attention import UnsupportedError
 from dilated_attention.integrations.forward_over_ranks import LAYER, Forward, OverRanks, Past
 from dilated_attention.integrations.forward_over_ranks import layer_name as layer_name
-from dilated_attention.integrations.locality import ACTIVE, accepts, probed
+from dilated_attention.integrations.locality import ACTIVE, TOKEN_TYPES, accepts, probed
 from dilated_attention.integrations.locality import active as active
 from dilated_attention.integrations.own_attention import Shown
 from dilated_attention.integrations.positions import position_table
@@ -74,7 +74,9 @@ def set_over_ranks(
     found = probed(model)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     is_dilated = any(getattr(part.config, NAME, None) is not None for part in parts)
-    over = OverRanks(held, transport, seq_len, found.finds_packed, is_dilated, bool(found.indexers))
+    over = OverRanks(
+        held, transport, seq_len, found.finds_packed, is_dilated, bool(found.indexers), found.runs_are_blocks
+    )
     for module, name in found.layers.items():
         module.__dict__[LAYER] = name
         if "get_seq_length" in inspect.getsource(type(module).forward):
@@ -172,6 +174,7 @@ def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Fo
         "attention_mask": mask is not None,
         "labels": wants_loss,
         "num_items_in_batch": given.get("num_items_in_batch") is not None,
+        "token_types": sorted(name for name in TOKEN_TYPES if given.get(name) is not None),
         "training": model.training,
     }
     link.place = f"{type(model).__name__}.forward"
