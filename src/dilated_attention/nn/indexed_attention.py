@@ -32,7 +32,7 @@ class IndexedAttention(SelectingAttention):
 
     Args:
         num_kv_heads: the number of KV heads; None: num_heads.
-        top_k: the number of tokens that a query sees. A sequence of at most so many tokens is attended densely.
+        top_k: the number of tokens that a query sees. A sequence of at most `top_k` tokens is attended densely.
         index_heads: the number of index heads, each as wide as a head.
         leading, recent: how many tokens each query always sees at both ends; part of `top_k`.
         bias: add a bias to the projections, but not to those of the indexer.

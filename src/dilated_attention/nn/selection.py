@@ -447,8 +447,6 @@ class SelectingAttention(nn.Module):
 class BlockSelectingAttention(SelectingAttention):
     """Base class of causal self-attention over selected blocks of keys.
 
-    A subclass also sets `choice`.
-
     Attributes:
         query_block: this many neighbouring queries share the blocks that the first of them chooses.
         choice: how queries choose their blocks.
