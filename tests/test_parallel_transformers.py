@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 import signal
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -685,19 +686,33 @@ def refused_by_one(what: str, forwards: int) -> tuple[str, str]:
             raise ValueError("an error that is handled")
         except ValueError:
             model(**batch)  # no failure
-    assert not link_of(mesh.get_group())._has_refused
+    assert not link_of(mesh.get_group())._refused
+    layer = model.model.layers[1]  # the first full one, whose call the ranks may have yet to compare
+    if what == "layer":  # first on all ranks, which then wait for one that is late
+        handle = layer.mlp.register_forward_pre_hook(_fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(**batch)
+        handle.remove()
+        if dist.get_rank() == 1:
+            time.sleep(2.2)
+        model(**batch)
     if dist.get_rank() == 1:
-        layer = model.model.layers[1]  # the first full one, whose call the ranks have yet to compare
         if what == "mask":
             layer.self_attn.register_forward_pre_hook(_without_mask, with_kwargs=True)
         else:
             layer.mlp.register_forward_pre_hook(_fails)
     with pytest.raises((RuntimeError, ValueError)) as found:
         model(**batch)
-    store = rendezvous_store()
-    store.set(f"done {dist.get_rank()}", "")
-    store.wait([f"done {rank}" for rank in range(3)])  # or its end would tell the others
+    _wait_for_all("failed")  # or the end of one would tell the others
+    _wait_for_all("known")  # by ranks 1 and 2; rank 0 keeps the store
     return found.typename, str(found.value)
+
+
+def _wait_for_all(what: str) -> None:
+    store, rank = rendezvous_store(), dist.get_rank()
+    store.set(f"{what} {rank}", "")
+    if rank == 0 or what == "failed":
+        store.wait([f"{what} {j}" for j in range(3)])
 
 
 def _fails(*_: Any) -> None:

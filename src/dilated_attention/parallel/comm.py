@@ -205,7 +205,7 @@ class Link:
     _messages_to: Counter[int] = field(default_factory=Counter)
     _messages_from: Counter[int] = field(default_factory=Counter)
     _death: str | None = None
-    _has_refused: bool = False  # its latest call, so that other ranks may wait for it
+    _refused: str = ""  # number and reason of the latest call, if this rank refused it; others may wait for it
     _number: int = field(default_factory=lambda: secrets.randbits(62))
     _attempt: int = 0  # the greatest number of all ranks, once they have compared anything
 
@@ -313,7 +313,7 @@ class Link:
 
     def leave(self, problem: str) -> None:
         """Tell the other ranks that this one will not make its next call, because of an error of its own."""
-        if self._death is None and not self._has_refused:
+        if self._death is None and not self._refused:
             self.calls += 1
             self._refusal(problem)
 
@@ -441,7 +441,7 @@ class Link:
         store = self._store()
         if store.check([_FAILED]):
             return "another rank reports that its exchange failed"
-        if store.check([_REFUSED]) and self._refusals(store, range(self.size)):
+        if store.check([_REFUSED]) and self._refusals(store, range(self.size), ("away",)):
             return "another rank reports that it refuses the call"
         return ""
 
@@ -494,21 +494,21 @@ class Link:
 
     def _refusal(self, problem: str) -> ValueError:
         """Write to the store why this rank refuses its current call, and return the error to raise."""
-        self._has_refused = True
-        presence.within(_ROLL_CALL_SECONDS, lambda: self._write_refusal(f"{self.calls} {problem}"))
+        self._refused = f"{self.calls} {problem}"
+        presence.within(_ROLL_CALL_SECONDS, lambda: self._write_refusal("away"))
         return ValueError(problem)
 
-    def _write_refusal(self, word: str) -> None:
+    def _write_refusal(self, state: str) -> None:
         store = self._store()
-        store.set(f"refusal/{self.rank}", word)
+        store.set(f"refusal/{self.rank}", f"{state} {self._refused}")
         store.set(_REFUSED, "")
 
     def _return(self) -> None:
-        """Take back a refusal: this rank makes another call."""
-        if self._has_refused:
-            self._has_refused = False
+        """Say that this rank, which has refused a call, makes another one."""
+        if self._refused:
+            presence.within(_ROLL_CALL_SECONDS, lambda: self._write_refusal("back"))
+            self._refused = ""
             self.calls += 1  # so that ranks that have all refused a call do not wait in one of the same number
-            presence.within(_ROLL_CALL_SECONDS, lambda: self._write_refusal(""))
 
     def _roll_call(self) -> str:
         """Return, as text, what is known about a failure: from the function that `presence.set_witness` set, if any, or
@@ -541,14 +541,17 @@ class Link:
             refusals = f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}"
         return differing + refusals
 
-    def _refusals(self, store: dist.Store, ranks: Iterable[int]) -> str:
-        """Return, as text, which of these ranks refuse this rank's current call or one after it, and why."""
+    def _refusals(self, store: dist.Store, ranks: Iterable[int], states: Sequence[str] = ("away", "back")) -> str:
+        """Return, as text, which of these ranks refuse this rank's current call or one after it, and why.
+
+        states: "away" of a rank that has made no call since; "back" of one that has.
+        """
         found = ""
         for rank in ranks:
             if not store.check([f"refusal/{rank}"]):
                 continue
-            call, _, problem = store.get(f"refusal/{rank}").decode().partition(" ")
-            if call and int(call) >= self.calls:
+            state, call, problem = store.get(f"refusal/{rank}").decode().split(" ", 2)
+            if state in states and int(call) >= self.calls:
                 found += f"; rank {rank} refused the call: {problem}"
         return found
 
