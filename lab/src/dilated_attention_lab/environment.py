@@ -38,10 +38,14 @@ def device_name(device: torch.device | str = "cpu") -> str:
         wanted = r"^(model name|cpu family|flags)\s*: (.*)$"
         facts = dict(re.findall(wanted, Path("/proc/cpuinfo").read_text(), re.MULTILINE))
         if name := facts.get("model name"):  # several generations share one name
-            if "avx512f" not in facts.get("flags", "").split():
+            flags = facts.get("flags", "").split()
+            generation = ""
+            if "avx512f" not in flags:
                 generation = " without AVX-512"
-            else:
-                generation = " (Zen 4)" if facts.get("cpu family") == "25" else ""
+            elif facts.get("cpu family") == "25":
+                generation = " (Zen 4)"
+            elif "Intel" in name and "amx_tile" not in flags:
+                generation = " without AMX"
             return f"{name.strip()}{generation}, {os.cpu_count()} cores"
     return f"{platform.processor() or platform.machine()} ({device.type}), {os.cpu_count()} cores"
 
