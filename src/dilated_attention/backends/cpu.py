@@ -330,20 +330,20 @@ def launches(
     if layouts is not None:
         blocks = tuple((n, *x.block_size, x.is_causal) for n, x in layouts.items())
     own = _own(side, q, plan)
-    few = 0
-    joinable = 1
-    if problem.bias is None:  # only kernels/cpu/forward.h and backward.h add one, to the rows of one head
-        few = PROCESSOR.most_few(q.dtype)
-        if side == "queries" and layouts is not None:
-            joinable = _sharing(q.shape[2], plan, layouts)
     if side == "keys":
         vectors = 4
     else:
         vectors = 3 * q.shape[2] // max(1, plan.num_heads)
     together = max(1, ROOM // (4 * q.shape[-1] * vectors))
+
+    few = 0
+    joinable = 1
     by_block = False
-    if forward and layouts is not None and problem.bias is None:
-        by_block = _fill_lanes(layouts, joinable, MORE_BY_BLOCK * together)
+    if problem.bias is None:  # only kernels/cpu/forward.h and backward.h add one, to the rows of one head
+        few = PROCESSOR.most_few(q.dtype)
+        if side == "queries" and layouts is not None:
+            joinable = _sharing(q.shape[2], plan, layouts)
+            by_block = forward and _fill_lanes(layouts, joinable, MORE_BY_BLOCK * together)
     if by_block:
         together *= MORE_BY_BLOCK
 
@@ -378,12 +378,9 @@ def _fill_lanes(layouts: Layouts, joined: int, together: int) -> bool:
         if layout.kinds is not None:
             return False
         rows = layout.q_block * joined
-        listing = (
-            layout.nnz
-            / max(1, (layout.indptr.numel() - layout.batch_size * layout.num_heads) * layout.key_blocks)
-            * together
-            * rows
-        )
+        lists = layout.batch_size * layout.num_heads * layout.query_blocks
+        share = layout.nnz / max(1, lists * layout.key_blocks)  # of the tiles, which see a block
+        listing = share * together * rows
         if rows > MOST_BY_BLOCK or layout.k_block < LEAST_BLOCK or listing < LEAST_LISTING:
             return False
     return True

@@ -71,7 +71,7 @@ def _by_difference(source: Source, attributes: Attributes, queries: int, keys: i
     sums = None
     if source.sums is not None:
         sums = table.new_zeros(table.shape, dtype=torch.float64)
-    others = {
+    others: dict[str, Tensor | int] = {
         "bias_kind": KINDS.index("by difference"), "bias_head": length,
         "bias_batch": heads * length if batch > 1 else 0,
     }  # fmt: skip
@@ -79,7 +79,7 @@ def _by_difference(source: Source, attributes: Attributes, queries: int, keys: i
         "queries": (table.flip(-1), keys - 1 + MARGIN),
         "keys": (table, queries - 1 + MARGIN),
     }
-    return Entries(by_side, {**others}, sums, added.add)
+    return Entries(by_side, others, sums, added.add)
 
 
 def _by_distance(source: Source, attributes: Attributes, name: str) -> Entries:
@@ -115,8 +115,9 @@ def _by_distance(source: Source, attributes: Attributes, name: str) -> Entries:
 def _by_row(source: Source, attributes: Attributes, q: Tensor, one_by_one: bool) -> Entries:
     places = attributes.queries["places"]
     base = int(places[0, 0, 0])
-    steps = [int(x[1] - x[0]) if len(x) > 1 else 0 for x in (places[:, 0, 0], places[0, :, 0], places[0, 0])]
-    batch, row, head = steps
+    batch = _step(places[:, 0, 0])
+    row = _step(places[0, :, 0])
+    head = _step(places[0, 0])
     entries = source.tensor.detach().float().contiguous().flatten()
 
     sums = None
@@ -136,10 +137,18 @@ def _by_row(source: Source, attributes: Attributes, q: Tensor, one_by_one: bool)
     else:
         column_of_key, column_of_query = -1, 1
         first = int(attributes.queries["where"][0, 0, 0, 0] - attributes.keys["where"][0, 0, 0, 0])
-    apart = (batch or len(q) == 1) and (head or q.shape[2] == 1)  # no two samples or heads share an entry
+    samples_share = batch == 0 and len(q) > 1
+    heads_share = head == 0 and q.shape[2] > 1
     others: dict[str, Tensor | int] = {
         "bias_kind": KINDS.index("by row"), "bias_head": head, "bias_batch": batch, "bias_row": row,
         "column_of_key": column_of_key, "column_of_query": column_of_query, "first_column": first,
-        "columns": source.shape[3], "bias_shared": int(not (one_by_one and apart)),
+        "columns": source.shape[3], "bias_shared": int(samples_share or heads_share or not one_by_one),
     }  # fmt: skip
     return Entries(dict.fromkeys(("queries", "keys"), (entries[base:], 0)), others, sums, collect)
+
+
+def _step(places: Tensor) -> int:
+    """Return the distance between the first two places; 0 if there is only one."""
+    if len(places) == 1:
+        return 0
+    return int(places[1] - places[0])

@@ -1,12 +1,13 @@
 // What a bias (bias.py) adds to the scores of a tile, made in registers, and the sums of its gradient.
 //
-// Rows that a tile holds lie in lanes; `other` is the token of a row that the loop streams. The entries of the first two
-// kinds come times log2 e:
-//   by difference   an entry of a table for each head: held - other + at, so that lanes of neighbouring tokens are one
-//                   load. backends/cpu.py makes a table of all differences, which is as long as q and k together, and
-//                   turns it round for tiles of queries.
+// Rows that a tile holds lie in lanes; `other` is the token of a row that the loop streams. A bias is
+//   by difference   entry held - other + bias_at of a table for each head, so that lanes of neighbouring tokens are one
+//                   load. backends/cpu_bias.py makes a table of all differences, which is as long as q and k together,
+//                   and turns it round for tiles of queries.
 //   a distance      of coordinates, times a factor for each head
-//   by row          an entry of what each query brings: at k * column_of_key + q * column_of_query + first_column
+//   by row          entry column_of_key * k + column_of_query * q + first_column of a row that query q brings: of keys
+//                   if column_of_query is 0, else of differences, and 0 outside the row
+// Entries of the first kind and factors of the second come times log2 e.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -44,8 +45,8 @@ class Bias {
   // The memory of a tile of `own` rows.
   static int64_t floats(const Call &call, int64_t own) {
     if (!call.bias) return 0;
-    const bool sums = wants_sums(call) && BiasKind(call.bias_kind) == BiasKind::by_difference;
-    return call.axes * round_up(own, LANES) + CHUNK * LANES + (sums ? call.bias_head : 0) + 4 * WIDTH;
+    const bool has_sums = collects(call) && BiasKind(call.bias_kind) == BiasKind::by_difference;
+    return call.axes * round_up(own, LANES) + CHUNK * LANES + (has_sums ? call.bias_head : 0) + 4 * WIDTH;
   }
 
   // `token`: the `count` rows that the tile holds; n: a query head. `parts` gives the memory.
@@ -54,33 +55,23 @@ class Bias {
     if (!any) return;
     const int64_t entries = b * call.bias_batch + n * call.bias_head;
     entry = call.bias + entries;
-    gradients = parts.take(CHUNK * LANES);
-    held_at = parts.take(call.axes * round_up(count, LANES));
-    if (is_distance()) {
-      const float *of_queries = call.query_at + b * call.query_at_batch, *of_keys = call.key_at + b * call.key_at_batch;
-      const float *at = HELD == Side::queries ? of_queries : of_keys;
-      others_at = HELD == Side::queries ? of_keys : of_queries;
-      for (int64_t a = 0; a < call.axes; a++)
-        for (int i = 0; i < round_up(count, LANES); i++)
-          held_at[a * round_up(count, LANES) + i] = i < count ? at[token[i] * call.axes + a] : 0;
+    pairs = parts.take(CHUNK * LANES);
+    if (is_distance()) read_coordinates(b, parts);
+    if (!collects(call)) return;
+    if (kind == BiasKind::by_row)
+      row_sums = static_cast<float *>(call.bias_sums) + entries;
+    else
+      total_sums = static_cast<double *>(call.bias_sums) + entries;
+    if (kind == BiasKind::by_difference) {
+      sums = parts.take(call.bias_head);
+      std::memset(sums, 0, call.bias_head * sizeof(float));
     }
-    if (!collects()) return;
-    if (kind != BiasKind::by_row) total_sums = static_cast<double *>(call.bias_sums) + entries;
-    if (kind == BiasKind::by_row) row_sums = static_cast<float *>(call.bias_sums) + entries;
-    if (kind != BiasKind::by_difference) return;
-    sums = parts.take(call.bias_head);
-    std::memset(sums, 0, call.bias_head * sizeof(float));
   }
-
-  bool collects() const { return wants_sums(call); }
-
-  // Room for the gradient of the scores of a group and a chunk, [CHUNK][LANES].
-  float *room() const { return gradients; }
 
   // s = s * scale + bias * log2 e in the rows of a window.
   void add(int group, const Chunk &chunk, Window w, int lanes, float scale, float *s) const {
     const int first = group * LANES;
-    const auto with = [&](auto value) {  // value(j, x, other) returns the bias of a row and of WIDTH lanes, x first
+    const auto with = [&](auto value) {  // value(j, x, other): the bias of row j and of WIDTH lanes, the first of them x
       for (int j = w.from; j < w.to; j++) {
         const int64_t other = chunk.token[j < chunk.count ? j : 0];
         for (int x = 0; x < lanes; x += WIDTH) {
@@ -108,33 +99,45 @@ class Bias {
     if (is_outside(group, chunk)) return with([](int, int, int64_t) { return zeros(); });
     fill(group, chunk, w);
     const Lanes times = all(kind == BiasKind::by_row ? LOG2E : 1.f);
-    with([=](int j, int x, int64_t) { return load(gradients + j * LANES + x) * times; });
+    with([=](int j, int x, int64_t) { return load(pairs + j * LANES + x) * times; });
   }
 
-  // Add the gradient of the scores in `room`, 0 where nothing is seen.
+  // Room for the gradient of the scores of a group and a chunk, [CHUNK][LANES], which `collect` reads.
+  float *gradients() const { return pairs; }
+
+  // Add the gradient of the scores, 0 where nothing is seen, to the sums, if a gradient of the bias is wanted.
   void collect(int group, const Chunk &chunk, Window w) {
-    const int first = group * LANES, lanes = count - first < LANES ? count - first : LANES;
+    if (!collects(call) || is_outside(group, chunk)) return;
+    const int first = group * LANES, lanes = rows_of(group);
     const int stop = w.to < chunk.count ? w.to : chunk.count;
-    const bool dense = is_dense(group);
-    if (is_outside(group, chunk)) return;
-    Lanes far = zeros();
-    for (int j = w.from; j < stop; j++) {
-      const int64_t other = chunk.token[j];
-      const float *ds = gradients + j * LANES;
-      if (kind == BiasKind::by_difference && dense) {
+    const auto with = [&](auto body) {  // body(j, ds, other)
+      for (int j = w.from; j < stop; j++) body(j, pairs + j * LANES, chunk.token[j]);
+    };
+    if (is_distance()) {
+      Lanes sum = zeros();
+      with([&](int, const float *ds, int64_t other) {
+        for (int x = 0; x < lanes; x += WIDTH) sum = multiply_add(load(ds + x), distance(first + x, other), sum);
+      });
+      total += double(sum_of(sum));
+    } else if (kind == BiasKind::by_difference && is_dense(group)) {
+      with([&](int, const float *ds, int64_t other) {
         float *to = sums + token[first] - other + call.bias_at;
         for (int x = 0; x < lanes; x += WIDTH)
           store(reinterpret_cast<Float32 *>(to + x), load_anywhere(to + x) + load(ds + x), WIDTH);
-      } else if (kind == BiasKind::by_difference) {
+      });
+    } else if (kind == BiasKind::by_difference) {
+      with([&](int, const float *ds, int64_t other) {
         for (int x = 0; x < lanes; x++) sums[token[first + x] - other + call.bias_at] += ds[x];
-      } else if (is_distance()) {
-        for (int x = 0; x < lanes; x += WIDTH) far = multiply_add(load(ds + x), distance(first + x, other), far);
-      } else if (!call.bias_shared && is_row_of_keys(group)) {
-        float *sums_of_keys = row_sums + token[first] + call.first_column;
-        auto *to = reinterpret_cast<Float32 *>(sums_of_keys + other * call.bias_row);
-        __builtin_prefetch(sums_of_keys + chunk.token[j + AHEAD < stop ? j + AHEAD : j] * call.bias_row, 1);
+      });
+    } else if (is_row_of_keys(group) && !call.bias_shared) {
+      float *from = row_sums + token[first] + call.first_column;
+      with([&](int j, const float *ds, int64_t other) {
+        auto *to = reinterpret_cast<Float32 *>(from + other * call.bias_row);
+        __builtin_prefetch(from + chunk.token[j + AHEAD < stop ? j + AHEAD : j] * call.bias_row, 1);
         for (int x = 0; x < lanes; x += WIDTH) store(to + x, load(to + x, lanes - x) + load(ds + x), lanes - x);
-      } else {
+      });
+    } else {
+      with([&](int, const float *ds, int64_t other) {
         for (int x = 0; x < lanes; x++) {
           const int64_t at = place(token[first + x], other);
           if (at < 0) continue;
@@ -143,14 +146,13 @@ class Bias {
           else
             row_sums[at] += ds[x];
         }
-      }
+      });
     }
-    if (is_distance()) total += double(::sum_of(far));
   }
 
   // Add the sums of the tile to those of the call.
   void finish() {
-    if (!any || !collects()) return;
+    if (!any || !collects(call)) return;
     if (is_distance()) add_shared(total_sums, total);
     if (kind != BiasKind::by_difference) return;
     for (int64_t i = 0; i < call.bias_head; i++)
@@ -163,18 +165,38 @@ class Bias {
   const int64_t *const token;
   const int count;
   const float *entry = nullptr, *others_at = nullptr;
-  float *held_at = nullptr, *gradients = nullptr, *sums = nullptr, *row_sums = nullptr;
-  double *total_sums = nullptr, total = 0;
+  float *held_at = nullptr;   // coordinates of the rows held, [axes][rows]
+  float *pairs = nullptr;     // a number for each pair of a group and a chunk, [CHUNK][LANES]
+  float *sums = nullptr;      // of a tile, by difference
+  double total = 0;           // of a tile, of a distance
+  float *row_sums = nullptr;  // of the call
+  double *total_sums = nullptr;
 
-  static bool wants_sums(const Call &call) { return HELD == Side::keys && call.bias_sums; }
+  // Whether a gradient of the bias is wanted of these tiles.
+  static bool collects(const Call &call) { return HELD == Side::keys && call.bias_sums; }
+
   bool is_distance() const {
     return kind == BiasKind::euclidean || kind == BiasKind::manhattan || kind == BiasKind::chebyshev;
   }
 
+  // How many rows a group has.
+  int rows_of(int group) const { return int(least(LANES, count - group * LANES)); }
+
+  void read_coordinates(int64_t b, Parts &parts) {
+    const float *of_queries = call.query_at + b * call.query_at_batch, *of_keys = call.key_at + b * call.key_at_batch;
+    const float *at = HELD == Side::queries ? of_queries : of_keys;
+    others_at = HELD == Side::queries ? of_keys : of_queries;
+    const int64_t rows = round_up(count, LANES);
+    held_at = parts.take(call.axes * rows);
+    for (int64_t a = 0; a < call.axes; a++)
+      for (int64_t i = 0; i < rows; i++) held_at[a * rows + i] = i < count ? at[token[i] * call.axes + a] : 0;
+  }
+
   // Whether the rows of a group are neighbouring tokens.
   bool is_dense(int group) const {
-    const int first = group * LANES, last = (first + LANES < count ? first + LANES : count) - 1;
-    return token[last] - token[first] == last - first;
+    const int64_t *held = token + group * LANES;
+    const int last = rows_of(group) - 1;
+    return held[last] - held[0] == last;
   }
 
   // Whether the lanes of a group are neighbouring entries of a query's row: keys, by pair.
@@ -186,22 +208,20 @@ class Bias {
   bool is_outside(int group, const Chunk &chunk) const {
     if (kind != BiasKind::by_row || call.column_of_query == 0) return false;
     const int64_t *held = token + group * LANES;
-    const int rows = count - group * LANES < LANES ? count - group * LANES : LANES;
-    const auto held_ends = std::minmax_element(held, held + rows);
+    const auto held_ends = std::minmax_element(held, held + rows_of(group));
     const auto ends = std::minmax_element(chunk.token, chunk.token + chunk.count);
-    const bool queries = HELD == Side::queries;
-    const int64_t least = queries ? *held_ends.first - *ends.second : *ends.first - *held_ends.second;
-    const int64_t most = queries ? *held_ends.second - *ends.first : *ends.second - *held_ends.first;
-    return most + call.first_column < 0 || least + call.first_column >= call.columns;
+    const auto &queries = HELD == Side::queries ? held_ends : ends, &keys = HELD == Side::queries ? ends : held_ends;
+    const int64_t first = *queries.first - *keys.second, last = *queries.second - *keys.first;
+    return last + call.first_column < 0 || first + call.first_column >= call.columns;
   }
 
-  // Write the bias of a group and the rows of a window to `gradients`, entry by entry: [CHUNK][LANES].
+  // Write the bias of a group and the rows of a window to `pairs`, entry by entry.
   void fill(int group, const Chunk &chunk, Window w) const {
     const int first = group * LANES;
     if (HELD == Side::queries && kind == BiasKind::by_row && call.column_of_query == 0)
       return transpose_rows(first, chunk);
     for (int i = 0; i < LANES; i++) {
-      float *to = gradients + i;
+      float *to = pairs + i;
       const auto with = [&](auto value) {
         for (int j = w.from; j < w.to; j++) to[j * LANES] = value(chunk.token[j < chunk.count ? j : 0]);
       };
@@ -238,11 +258,11 @@ class Bias {
         Integers rows[WIDTH];
         for (int i = 0; i < WIDTH; i++) rows[i] = load_integers(reinterpret_cast<const int32_t *>(from[i] + other));
         transpose(rows);
-        for (int i = 0; i < WIDTH; i++) store(gradients + (j + i) * LANES + x, rows[i]);
+        for (int i = 0; i < WIDTH; i++) store(pairs + (j + i) * LANES + x, rows[i]);
       }
       for (; j < CHUNK; j++)
         for (int i = 0; i < WIDTH; i++)
-          gradients[j * LANES + x + i] = j < chunk.count ? from[i][chunk.token[j]] : 0;
+          pairs[j * LANES + x + i] = j < chunk.count ? from[i][chunk.token[j]] : 0;
     }
   }
 

@@ -44,7 +44,7 @@ class Forward {
     const int64_t b = task.b, h = tile.head, n = h * call.G + task.g, heads = call.H * call.G;
     const int joined = int(call.joined), rows = rows_in(call, b, tile) * joined;
     int64_t *token = parts.take<int64_t>(own), *numbers = parts.take<int64_t>(own), *q_at = parts.take<int64_t>(own);
-    int32_t *row = parts.take<int32_t>(own), *a = parts.take<int32_t>(own), *w = parts.take<int32_t>(own);
+    int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
     int32_t *bit = parts.take<int32_t>(own);
     number_rows(tile, joined, own, row, token);
     if (call.kinds) number_bits(row, rows, bit);
@@ -52,7 +52,7 @@ class Forward {
     float *q = parts.take(own * shape.stride), *m = parts.take(own), *z = parts.take(own);
     float *acc = parts.take(own * shape.columns);
     float *s = parts.take(CHUNK * LANES);
-    int32_t *x = parts.take<int32_t>(CHUNK);
+    int32_t *word = parts.take<int32_t>(CHUNK);
 
     const SideBySide written = side_by_side(joined, token, tile.rows * joined, heads, 1, numbers);
     const int64_t *at = written.at;
@@ -68,8 +68,9 @@ class Forward {
     const SideBySide of_q = side_by_side(joined, token, rows, call.qsn, call.qsh, q_at);
     shape.gather_lanes(Rows<const Element>{inputs.q(b, n).base, of_q.step}, of_q.at, rows, q);
     prepare(tile, rows, out, lse, at, m, z, acc);
-    const Words words{call.query_words != nullptr, a, w, x, int32_t(call.threshold), float(call.keep_scale)};
-    if (words.any) read_query_words(call, b, n, token, rows, a, w, joined);
+    const Words words{call.query_words != nullptr, first, second, word, int32_t(call.threshold),
+                      float(call.keep_scale)};
+    if (words.any) read_query_words(call, b, n, token, rows, first, second, joined);
     const Bias<Side::queries> bias(call, b, n, token, rows, parts);
 
     for_each_chunk<Side::queries>(inputs, kept, memory, task, next, [&](const Chunk &chunk, Ahead &ahead, bool last) {
@@ -80,7 +81,7 @@ class Forward {
         shape.gather(K, chunk.token, chunk.count, k);
         slot.finite = shape.gather_values(V, chunk.token, chunk.count, v);
       }
-      if (words.any) read_key_words(call, h, chunk.token, chunk.count, x);
+      if (words.any) read_key_words(call, h, chunk.token, chunk.count, word);
       for (int group = 0; group < held.groups(); group++) {
         const int64_t lane = group * LANES;
         ahead.ask(group, held.groups());

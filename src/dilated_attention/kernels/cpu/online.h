@@ -214,6 +214,18 @@ inline Lanes drop(const Words &words, int lane, int j, Lanes x) {
   return only(keep, x * all(words.keep_scale));
 }
 
+// Turn products into scores, -infinity where rows do not see one another, and return the factor that they still need.
+// Not inlined, as `cap` is not.
+template <class Bias>
+[[gnu::noinline]] float make_scores(const Held &held, int group, const Chunk &chunk, Window w, Scaling scaling,
+                                    const Bias &bias, float *s) {
+  const int lanes = held.lanes(group);
+  if (scaling.capped) cap(w, lanes, scaling.inner, s);
+  if (bias.any) bias.add(group, chunk, w, lanes, scaling.scale, s);
+  if (w.masked) hide(held, group, chunk, w, s);
+  return bias.any ? 1 : scaling.scale;
+}
+
 // Where the weights of row j of a chunk lie, an even one, in place of its scores and those of the next row.
 template <class Arithmetic>
 constexpr int weights_at(int j) {
@@ -244,14 +256,9 @@ void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, con
   const int lanes = held.lanes(group);
   multiply(Arithmetic(), k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
            lanes);
-  if (scaling.capped) cap(w, lanes, scaling.inner, s);
-  if (bias.any) {
-    bias.add(group, chunk, w, lanes, scaling.scale, s);
-    scaling.scale = 1;
-  }
-  if (w.masked) hide(held, group, chunk, w, s);
+  const float scale = make_scores(held, group, chunk, w, scaling, bias, s);
   const bool drops = words.any;
-  const Lanes c = all(scaling.scale);
+  const Lanes c = all(scale);
   for (int x = 0; x < lanes; x += WIDTH) {
     Lanes top[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
     for (int j = w.from; j < w.to; j += 4)
@@ -260,7 +267,7 @@ void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, con
     top[0] = larger(larger(top[0], top[1]), larger(top[2], top[3])) * c;
     Lanes factor = c;
     if (any(greater(top[0], all(LARGE))) || any(greater(all(-LARGE), top[0]) & greater(top[0], all(-INF)))) {
-      scale_scores(w, scaling.scale, s + x);
+      scale_scores(w, scale, s + x);
       factor = all(1.f);
     }
     Lanes m = load(run.m + x), z = load(run.z + x);
@@ -310,12 +317,7 @@ void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dou
            lanes);
   multiply(Arithmetic(), v + w.from * shape.stride, shape.stride, dout, shape.words, dp + w.from * LANES, w.to - w.from,
            lanes);
-  if constexpr (CAPPED) cap(w, lanes, scaling.inner, s);
-  if (bias.any) {
-    bias.add(group, chunk, w, lanes, scaling.scale, s);
-    scaling.scale = 1;
-  }
-  if (w.masked) hide(held, group, chunk, w, s);
+  const float scale = make_scores(held, group, chunk, w, scaling, bias, s);
   const bool masked = w.masked, drops = words.any;
   for (int x = 0; x < lanes; x += WIDTH) {
     const Lanes shift = load(lse + x), offset = load(delta + x);
@@ -326,7 +328,7 @@ void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dou
         const Lanes score = load(s + (j + u) * LANES + x);
         Lanes y = load(dp + (j + u) * LANES + x);
         if (drops) y = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, y);
-        const Lanes p = Arithmetic::exp2(multiply_subtract(score, all(scaling.scale), shift));
+        const Lanes p = Arithmetic::exp2(multiply_subtract(score, all(scale), shift));
         y = p * (y - offset);
         if constexpr (CAPPED) y = y * slope(score);
         ds[u] = where_seen(score, masked, y);
@@ -375,12 +377,7 @@ Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Qu
            count, lanes);
   multiply(Arithmetic(), queries.dout + w.from * shape.stride, shape.stride, keys.v, shape.words, dp + w.from * LANES,
            count, lanes);
-  if constexpr (CAPPED) cap(w, lanes, scaling.inner, s);
-  if constexpr (BIASED) {
-    bias.add(group, chunk, w, lanes, scaling.scale, s);
-    scaling.scale = 1;
-  }
-  if (w.masked) hide(held, group, chunk, w, s);
+  const float scale = make_scores(held, group, chunk, w, scaling, bias, s);
   const bool masked = w.masked, drops = words.any;
   for (int j = w.from; j < w.to; j += 2) {
     Lanes p[2][VECTORS], ds[2][VECTORS];
@@ -391,13 +388,13 @@ Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Qu
         const int lane = x * WIDTH, row = j + u;
         const Lanes score = load(s + row * LANES + lane);
         Lanes y = load(dp + row * LANES + lane);
-        const Lanes power = multiply_subtract(score, all(scaling.scale), all(queries.lse[row]));
+        const Lanes power = multiply_subtract(score, all(scale), all(queries.lse[row]));
         p[u][x] = where_seen(score, masked, Arithmetic::exp2(power));
         if (drops) y = drop<Side::keys>(words, group * LANES + lane, row, y);
         y = p[u][x] * (y - all(queries.delta[row]));
         if constexpr (CAPPED) y = y * slope(score);
         ds[u][x] = where_seen(score, masked, y);
-        if constexpr (BIASED) store(bias.room() + row * LANES + lane, ds[u][x]);
+        if constexpr (BIASED) store(bias.gradients() + row * LANES + lane, ds[u][x]);
         if (drops) p[u][x] = drop<Side::keys>(words, group * LANES + lane, row, p[u][x]);
       }
 #pragma GCC unroll 3
@@ -408,8 +405,7 @@ Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Qu
     }
     if (rows) store_weight_rows(Arithmetic(), ds, rows + j * row_words, row_words);
   }
-  if constexpr (BIASED)
-    if (bias.collects()) bias.collect(group, chunk, w);
+  if constexpr (BIASED) bias.collect(group, chunk, w);
   multiply_transposed(Arithmetic(), queries.dout_values, s, w.from, count, keys.dv, shape.columns, lanes);
   multiply_transposed(Arithmetic(), queries.q_values, dp, w.from, count, keys.dk, shape.columns, lanes);
   return w;
