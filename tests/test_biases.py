@@ -373,6 +373,20 @@ def test_hidden_numbers_that_are_not_finite_reach_nothing(backend: str):
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.skipif(cpu.PROCESSOR.arm64 or cpu.missing() is not None, reason="of kernels for x86-64")
+def test_no_weight_is_subnormal():
+    """Products with subnormal numbers would take many times as long. Other code of the thread still makes them."""
+    q, k, v = (torch.randn(1, 80, 1, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    bias = -2.0 * (torch.arange(80)[:, None] - torch.arange(80)).abs()[None, None].float()
+    out = attention(q, k, v, Dilated([80], [1]), bias=bias.requires_grad_(), backend="cpu")
+    (gradient,) = torch.autograd.grad(out.sum(), bias)
+    sizes = gradient.abs()
+    least = torch.finfo(torch.float32).tiny
+    assert ((sizes >= least) & (sizes < 1e6 * least)).any()
+    assert not ((sizes > 0) & (sizes < least)).any()
+    assert (torch.full((64,), least) / 4 > 0).all()
+
+
 def test_transforms():
     """`torch.func.grad` and `vmap` map the tensor of a bias or share it."""
     make: dict[str, tuple[Any, Tensor]] = {
