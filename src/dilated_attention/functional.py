@@ -226,13 +226,12 @@ def _attend(parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, options: Option
     `(batch, seq, heads)`. This draws the seed of dropout, and applies `key_padding_mask` and `sinks`."""
     key_padding_mask = options["key_padding_mask"]
     sinks = options["sinks"]
-    calls = [part.call for part in parts]
-    if calls[0].scores.dropout_p:
+    if parts[0].call.scores.dropout_p:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device)
         parts = [part._replace(call=replace(part.call, seed=seed)) for part in parts]
     spoiled = None
     if key_padding_mask is not None:
-        if not all(call.backend.skips_rows and call.shards is None for call in calls):
+        if not all(part.call.backend.skips_rows and part.call.shards is None for part in parts):
             # A weight of 0 times NaN would be NaN, in the gradients too.
             k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
         if not _all_finite(q):
