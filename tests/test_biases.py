@@ -239,7 +239,7 @@ def check(seed: int, dtype: torch.dtype) -> None:
     name = rng.choice(FORMS)
     bias, tensor = make(name, q, keys, reach, rng)
 
-    # What the reference backend passes to its softmax, without a bias, has nothing to do with biases.
+    # What the reference backend passes to its softmax under a bias of 0 has nothing to do with biases.
     counts: list[Any] = []
     attend = reference.attend
 
@@ -250,7 +250,8 @@ def check(seed: int, dtype: torch.dtype) -> None:
     torch.manual_seed(seed)
     parts = pattern.parts if hasattr(pattern, "parts") else (pattern,)
     with mock.patch.object(reference, "attend", remember):
-        attention(q, k, v, pattern, **options, backend="reference")
+        nothing = torch.zeros(1, 1, queries, keys, dtype=q.dtype)
+        attention(q, k, v, pattern, **options, bias=nothing, backend="reference")
     assert len(counts) == len(parts)
     (_, _, _, _, scores), others = counts[0]
     shown: Any = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.attributes import Attributes
-from dilated_attention.bias import BY_DIFFERENCE, DISTANCES, FORMS, METRICS, Added, Source
+from dilated_attention.bias import BY_DIFFERENCE, BY_QUERY, DISTANCES, FORMS, METRICS, Added, Source
 from dilated_attention.kernels.configurations import Side
 
 KINDS = ("none", "by difference", *METRICS, "by row")
@@ -54,6 +54,7 @@ def entries_of(source: Source, attributes: Attributes, q: Tensor, k: Tensor, one
         return _by_difference(source, attributes, q.shape[1], k.shape[1])
     if name in DISTANCES:
         return _by_distance(source, attributes, name)
+    assert name in BY_QUERY, name
     return _by_row(source, attributes, q, one_by_one)
 
 
