@@ -234,7 +234,8 @@ def sharding_of(case: Case, size: int, is_causal: bool) -> Sharding:
 def served(case: Case, size: int, is_causal: bool) -> list[str]:
     """The transports that serve a case; `doubling` also needs each sample's shards equal."""
     sharding = sharding_of(case, size, is_causal)
-    names = [name for name in TRANSPORTS if traffic.refusal(name, sharding, case.heads) is None]
+    shape = traffic.Shape(case.batch, case.heads, case.head_dim, torch.float64)
+    names = [name for name in TRANSPORTS if traffic.refusal(name, sharding, shape) is None]
     return [name for name in names if case.lengths is None or name != "doubling"] + ["auto"]
 
 

@@ -11,6 +11,9 @@
 #pragma once
 #include <algorithm>
 #include <cstring>
+#ifdef __x86_64__
+#include <xmmintrin.h>
+#endif
 
 #include "tiles.h"
 
@@ -37,8 +40,32 @@ struct Unbiased {
   void add(int, const Chunk &, Window, int, float, float *) const {}
 };
 
+// While it exists, if `any`, results of this thread below 2^-126 are 0. A bias by distance makes many such weights, and
+// x86 takes many times as long to multiply one: 4.7 times for a whole forward (docs/notebook.md, 2026-11-30). Other calls
+// keep such numbers, which a cap of 1e38 makes.
+class FlushToZero {
+ public:
+#ifdef __x86_64__
+  explicit FlushToZero(bool any) : any(any), before(any ? _mm_getcsr() : 0) {
+    if (any) _mm_setcsr(before | _MM_FLUSH_ZERO_ON);
+  }
+  ~FlushToZero() {
+    if (any) _mm_setcsr(before);
+  }
+
+ private:
+  const bool any;
+  const unsigned before;
+#else
+  explicit FlushToZero(bool) {}
+#endif
+  FlushToZero(const FlushToZero &) = delete;
+};
+
 template <Side HELD>
 class Bias {
+  const FlushToZero flush;
+
  public:
   const bool any;
 
@@ -51,7 +78,7 @@ class Bias {
 
   // `token`: the `count` rows that the tile holds; n: a query head. `parts` gives the memory.
   Bias(const Call &call, int64_t b, int64_t n, const int64_t *token, int count, Parts parts)
-      : any(call.bias), call(call), kind(BiasKind(call.bias_kind)), token(token), count(count) {
+      : flush(call.bias), any(call.bias), call(call), kind(BiasKind(call.bias_kind)), token(token), count(count) {
     if (!any) return;
     const int64_t entries = b * call.bias_batch + n * call.bias_head;
     entry = call.bias + entries;

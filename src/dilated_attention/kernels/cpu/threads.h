@@ -6,9 +6,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#ifdef __x86_64__
-#include <xmmintrin.h>
-#endif
 
 // Whether there is a pool of OpenMP; else threads are made for every call.
 bool has_pool();
@@ -44,18 +41,6 @@ float *thread_memory(int64_t floats);
 
 namespace {
 
-// While it exists, results of this thread below 2^-126 are 0. A bias by distance makes many such weights, and x86 takes
-// many times as long to multiply one: 4.7 times for a whole forward (docs/notebook.md, 2026-11-30).
-class FlushToZero {
-#ifdef __x86_64__
-  const unsigned before = _mm_getcsr();
-
- public:
-  FlushToZero() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON); }
-  ~FlushToZero() { _mm_setcsr(before); }
-#endif
-};
-
 // work(i, memory) for all 0 <= i < work.count(), in any order, which begins with the first, after work.begin(memory) in
 // every thread. Returns false if memory ran out.
 template <class Work>
@@ -70,7 +55,6 @@ bool compute(const Work &work, int64_t threads) {
     const auto next = [&] { return shared.next.fetch_add(1, std::memory_order_relaxed); };  // no job waits for another
     int64_t i = next();
     if (i >= shared.work.count()) return;
-    const FlushToZero flush;
     float *memory = thread_memory(shared.work.floats());
     if (memory)
       shared.work.begin(memory);
