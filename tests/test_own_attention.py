@@ -131,7 +131,11 @@ def test_padding_is_not_read(side, shown):
 @pytest.mark.parametrize("family", [*FAMILIES, *CHOOSING])
 def test_equals_eager(family):
     models, tokens = _models(family), _tokens()
-    if family in ("diffusion_gemma", "embedding_gemma2", "muse_spark"):  # gradients in thousands: eager's round as far as ours
+    if family in (
+        "diffusion_gemma",
+        "embedding_gemma2",
+        "muse_spark",
+    ):  # gradients in thousands: eager's round as far as ours
         models = *models, _in_float64(models[0])
     outputs = [_output(model, input_ids=tokens) for model in models]
     words = ["chosen"] if family in CHOOSING else ["window", "chunk", "a mask"]

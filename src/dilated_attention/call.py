@@ -199,9 +199,7 @@ class Call:
             return call._with_layouts(pattern, q, k, k.shape[1], False)
         layout = pattern
         own_key = (key, pattern.key)
-        return plan_cache.get(
-            own_key, lambda: call._with_layouts(layout, q, k, k.shape[1], False)._remembered(own_key)
-        )
+        return plan_cache.get(own_key, lambda: call._with_layouts(layout, q, k, k.shape[1], False)._remembered(own_key))
 
     def _warn(self, pattern: Pattern, options: Options, q: Tensor, k: Tensor) -> None:
         """Warn of tokens that take part for no head; with `head_offset`, another rank's heads may serve them."""
