@@ -254,7 +254,8 @@ class Call:
 
     def _with_tensors(self, q: Tensor, k: Tensor, options: Options) -> Call:
         """Check the options `TENSORS`, and return the same call with them, or this one if it has none of them."""
-        checks.sinks(q, options["sinks"])
+        if options["sinks"] is not None:
+            checks.sinks(q, options["sinks"])
         hidden = options["key_padding_mask"]
         if options["lengths"] is options["cu_seqlens"] is hidden is None:
             return self

@@ -25,6 +25,7 @@ EPYC, ZEN4, ZEN3, XEON = (
     "cpu-2-threads-amd-epyc-without-avx-512",
     "cpu-2-threads-intel-r-xeon-r-processor",
 )
+XEON_WITHOUT_AMX = f"{XEON}-without-amx"
 MACHINES = {EPYC: "EPYC", ZEN4: "EPYC\nZen 4", XEON: "Xeon\nAMX", ZEN3: "EPYC\nAVX2"}
 """Folders of results, and their names in a chart."""
 
@@ -99,6 +100,20 @@ def transformers(results: Path) -> list[Panel]:
             names.append(f"{model}\n{row['parameters']['seq_len']:,}")
         series.append(Series(phase, names, [row["value"] for row in rows]))
     return [Panel("bars", series, {"ylabel": "time over sdpa (gpt-oss: over eager)"}, level=1.0)]
+
+
+def chosen(results: Path) -> list[Panel]:
+    """Chart the time and the peak memory of a layer that chooses its keys, by sequence length, beside `sdpa`."""
+    panels = []
+    for figure, label, unit in (("forward", "seconds of a forward", 1.0), ("peak memory", "peak memory, GiB", 2**-30)):
+        series = []
+        for name, method in (("this library", "dilated_attention"), ("sdpa", "sdpa")):
+            rows = _rows(results / XEON_WITHOUT_AMX / "transformers.jsonl", f"chosen keys, {method}: {figure}")
+            x, y = _points(rows, "seq_len")
+            series.append(Series(name, x, [value * unit for value in y], name == "this library"))
+        axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens", "ylabel": label}
+        panels.append(Panel("lines", series, axes))
+    return panels
 
 
 def blocks(results: Path) -> list[Panel]:
@@ -218,5 +233,5 @@ def text(results: Path) -> list[Panel]:
 
 CHARTS: dict[str, Chart] = {
     chart.__name__: chart
-    for chart in (length, shares, windows, transformers, blocks, dense, selected, decoding, peers, recall, text)
+    for chart in (length, shares, windows, transformers, chosen, blocks, dense, selected, decoding, peers, recall, text)
 }
