@@ -182,13 +182,12 @@ class _Part(NamedTuple):
         if isinstance(pattern, Neighborhood):
             tiled, rows, options = in_tiles(q, k, v, pattern, options)
             return cls(Call.remembered(*rows, tiled.layout, options, alone=alone), tiled)
-        near = None
         if type(pattern) is Window and placed(options):
             near, options = near_keys(q, k, v, pattern, options)
-        if near is not None:
-            k = k[:, near]
-            v = v[:, near]
-        return cls(Call.remembered(q, k, v, pattern, options, alone=alone), near=near)
+            if near is not None:
+                call = Call.remembered(q, k[:, near], v[:, near], pattern, options, alone=alone)
+                return cls(call, None, near)
+        return cls(Call.remembered(q, k, v, pattern, options, alone=alone))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return out, and lse `(batch, seq, heads)`."""
