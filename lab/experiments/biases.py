@@ -134,7 +134,7 @@ def rows_of(name: str, heads: int, backward: bool, seconds: float) -> Iterator[R
         peak = measure.peak_above_now(lambda work=work: list(work()), DEVICE)
         if peak is not None:
             memory[contender] = float(peak)
-    yield Row("memory above q, k and v, over theirs", parameters, memory["ours"] / inputs, "x", figures=memory)
+    yield Row("memory above q, k and v, over their bytes", parameters, memory["ours"] / inputs, "x", figures=memory)
 
     rounds = measure.interleave(contenders, seconds=seconds, device=DEVICE)
     times = {f"{x}, {phase}": rounds.spread(x, phase) for x in contenders}
