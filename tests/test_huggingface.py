@@ -542,7 +542,9 @@ def test_a_compiled_model_that_makes_a_mask_over_tokens_itself(compiling_python)
             out, expected = (m(tokens, attention_mask=real)[0][real.bool()] for m in (compiled, model))
             torch.testing.assert_close(out, expected)
         layer, heads = model.encoder.layer[0].attention.self, torch.randn(3, 2, 4, 21, 8)
-        attend = torch.compile(lambda bias: attention_forward(layer, *heads, bias)[0], fullgraph=True)
+        attend = torch.compile(
+            lambda bias: attention_forward(layer, *heads, bias)[0], fullgraph=True, backend="aot_eager"
+        )
         attend(torch.zeros(2, 1, 1, 21))
         try:
             attend(torch.ones(2, 1, 1, 21))
