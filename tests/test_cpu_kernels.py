@@ -980,6 +980,7 @@ def test_a_signal_during_a_call(gradients, fresh_python):
             called.append(time.monotonic())
 
         signal.signal(signal.SIGUSR1, check)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
         x = torch.randn(1, 65536, 2, 64)  # seconds
         plan = plan_dilated((65536,), (1,), Dilated((65536,), (1,)).offset_table(2), 65536)
         problem, lse = Problem(plan, Scores(0.125)), torch.zeros(1, 65536, 2)
