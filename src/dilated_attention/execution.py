@@ -141,32 +141,17 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    of_bias: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return (dq, dk, dv), contiguous, and with `of_bias` the gradient of the bias tensor, from the merged out and lse
-    of `forward`."""
-    tensors = dout, dlse, q, k, v, out, lse
-    bias = call.bias_source()
-    if bias is None or not of_bias:
-        return _backward(call, bias, *tensors)
-    bias = bias.with_sums()
-    gradients = _backward(call, bias, *tensors)
-    return *gradients, bias.gradient
-
-
-def _backward(
-    call: Call, bias: Source | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor,
+    call: Call, bias: Source | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    results: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv), and add to the sums of `bias`, if it has any."""
+    """Return (dq, dk, dv), contiguous, from what `forward` returned; add to the sums of `bias`, if it has any."""
 
     def run(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if bias is not None:
             problem = replace(problem, bias=bias)
         return call.backend.backward(problem, *tensors)
 
-    tensors = dout, dlse, q, k, v, out, lse
+    tensors = dout, dlse, q, k, v, *results
     whole = _whole(call, q, k)
     if whole is None:
         make = torch.empty if call.lengths is None else torch.zeros  # packed samples cover all rows

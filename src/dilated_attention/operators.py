@@ -237,12 +237,17 @@ def _run_backward(
     with without_autocast(q):
         factor = call.factor
         q = q if factor == 1 else q * factor
-        if call.shards is None:
-            out, lse = results
-            dq, *others = execution.backward(call, dout, dlse, q, k, v, out, lse, of_bias)
-        else:
-            dq, *others = over_mesh.backward(call, dout, dlse, q, k, v, results, of_bias)
-        return [dq if factor == 1 else dq.mul_(factor), *others]
+        bias = call.bias_source()
+        if of_bias:
+            assert bias is not None
+            bias = bias.with_sums()
+        place = execution if call.shards is None else over_mesh
+        dq, dk, dv = place.backward(call, bias, dout, dlse, q, k, v, results)
+        gradients = [dq if factor == 1 else dq.mul_(factor), dk, dv]
+        if of_bias:
+            assert bias is not None
+            gradients.append(bias.gradient)
+        return gradients
 
 
 @torch.library.register_fake("dilated_attention::backward")

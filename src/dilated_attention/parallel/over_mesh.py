@@ -386,23 +386,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: list[Tensor],
-    of_bias: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return (dq, dk, dv) of the shard, from what `forward` returned; and with `of_bias` the gradient of the bias
-    tensor from this shard's queries."""
-    source = call.bias_source()
-    if source is None or not of_bias:
-        return _backward(call, source, dout, dlse, q, k, v, results)
-    source = source.with_sums()
-    return *_backward(call, source, dout, dlse, q, k, v, results), source.gradient
-
-
-def _backward(
     call: Call, source: biases.Source | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     results: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv), and add to the sums of `source`, if it has any."""
+    """Return (dq, dk, dv) of the shard, from what `forward` returned; add what this shard's queries give to the sums of
+    `source`, if it has any."""
     out, lse, *saved = results
     if call.lengths is not None and len(q):
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
@@ -411,7 +399,7 @@ def _backward(
             some = [out[at], lse[at], *saved[3 * i : 3 * i + 3]]
             some_dlse = None if dlse is None else dlse[at]
             own_source = None if source is None else source.sample(i)
-            dq[at], dk[at], dv[at] = _backward(sample, own_source, dout[at], some_dlse, q[at], k[at], v[at], some)
+            dq[at], dk[at], dv[at] = backward(sample, own_source, dout[at], some_dlse, q[at], k[at], v[at], some)
         return dq, dk, dv
 
     plan, link, _ = _agree(call, q, k)
