@@ -30,7 +30,17 @@ from torch import Tensor
 from dilated_attention import Dilated
 from dilated_attention.models.configuration import MOST_TOKENS, LongNetConfig
 from dilated_attention.nn import SelectionCache
-from dilated_attention.plumbing import Mesh, Scores, Tables, checks, fused, merge_into, progressions, summed_over
+from dilated_attention.plumbing import (
+    Mesh,
+    Scores,
+    Tables,
+    checks,
+    fused,
+    merge_into,
+    progressions,
+    summed_over,
+    tables_at,
+)
 
 # Scale lengths between a position and the origin of xPos before the cached keys move to a nearer origin: keys then
 # grow by at most 3.5^4, and a move is needed once per that many tokens.
@@ -276,12 +286,10 @@ class SelectionMemory:
 
 def _tables(rotary: Tables | None, samples: slice, tokens: slice) -> Tables | None:
     """Return the rotary tables of some tokens of some samples; None without tables."""
-    if rotary is None:
-        return None
-    found = tuple(table[..., tokens, :, :] for table in rotary)
-    if found[0].dim() == 4 and len(found[0]) > 1:
-        found = tuple(table[samples] for table in found)
-    return found
+    found = tables_at(rotary, tokens)
+    if found is None or found[0].dim() < 4 or len(found[0]) == 1:
+        return found
+    return tuple(table[samples] for table in found)
 
 
 def _shifted(heads: slice, first: int) -> slice:

@@ -16,10 +16,11 @@ from dilated_attention.decoding import cached_attention, listed_attention, newes
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables, rotate
-from dilated_attention.nn.selection import BlockChoice, BlockSelectingAttention, SelectionCache, tables_at
+from dilated_attention.nn.selection import BlockChoice, BlockSelectingAttention, SelectionCache
 from dilated_attention.parallel.choosing import in_whole_blocks, sums_of_blocks, whole_blocks
 from dilated_attention.parallel.sharding import gathered
 from dilated_attention.patterns import Dilated, layout_for
+from dilated_attention.routing.indexer import tables_at
 from dilated_attention.torch_internals import without_autocast
 
 

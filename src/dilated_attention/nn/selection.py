@@ -28,6 +28,7 @@ from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
 from dilated_attention.ranking import forced_topk, slices
+from dilated_attention.routing.indexer import tables_at
 from dilated_attention.routing.operator import choosers, in_graph
 from dilated_attention.torch_internals import not_traced
 
@@ -290,13 +291,6 @@ class SelectionCache:
     @property
     def nbytes(self) -> int:
         return sum(rows.buffer.nbytes for rows in self.rows.values() if rows.buffer is not None)
-
-
-def tables_at(rotary: Tables | None, at: slice) -> Tables | None:
-    """Return the rotary tables of the tokens in the slice `at`; None without tables."""
-    if rotary is None:
-        return None
-    return tuple(table[..., at, :, :] for table in rotary)
 
 
 class SelectingAttention(nn.Module):

@@ -183,7 +183,7 @@ class Indexer(nn.Module):
         chosen = [torch.empty(batch, 0, width, dtype=torch.int64, device=x.device)]
         for at in slices(0, new, batch * seq_len * self.num_heads):
             own = token[seq_len - new :][at, None]
-            index = self._scores(x[:, at], _cut(tables, at), keys).masked_fill(token > own, -torch.inf)
+            index = self._scores(x[:, at], tables_at(tables, at), keys).masked_fill(token > own, -torch.inf)
             chosen.append(_best(self._forced(index, own, token), width))
         return torch.cat(chosen, 1)
 
@@ -272,7 +272,7 @@ class Indexer(nn.Module):
         """Return the scores index(t, s) of queries t in `at` and keys s in [first, at.stop), `(batch, queries, keys)`;
         -inf where s > t or s is of another sample. `key` is from `_keys`, `sample` from `_samples`."""
         before = slice(first, at.stop)
-        index = self._scores(x[:, at], _cut(tables, at), key[:, before])
+        index = self._scores(x[:, at], tables_at(tables, at), key[:, before])
         token = torch.arange(at.stop, device=x.device)
         seen = (token[first:] <= token[at, None]) & (sample[:, None, before] == sample[:, at, None])
         return index.masked_fill(~seen, -torch.inf)
@@ -344,8 +344,8 @@ def _places(sample: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return token - cu_seqlens.to(sample.device)[sample]
 
 
-def _cut(tables: Tables | None, at: slice) -> Tables | None:
-    """Return the rows `at` of tables; None without tables."""
+def tables_at(tables: Tables | None, at: slice) -> Tables | None:
+    """Return the rotary tables of the tokens `at`; None without tables."""
     if tables is None:
         return None
     return tuple(table[..., at, :, :] for table in tables)
