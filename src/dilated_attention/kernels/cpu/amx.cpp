@@ -1,5 +1,7 @@
 // AMX-BF16: as avx512_bf16.cpp, in tile registers; float32 and float16 as the sum of two bfloat16, which for float16 is
 // exact.
+#define CHUNK_ROWS 128  // product.h: a chunk's sums pass through the tile registers once
+
 #include "amx.h"
 
 #include "backward.h"

@@ -11,12 +11,16 @@
 
 #include "vectors.h"
 
+#ifndef CHUNK_ROWS
+#define CHUNK_ROWS 64
+#endif
+
 namespace {
 
 enum class Role { scores, values, plain };  // of a row in a product; plain: values as they are
 
 constexpr int VECTORS = REGISTERS == 32 ? 2 : 3, LANES = VECTORS * WIDTH;
-constexpr int CHUNK = 64;                       // rows that are streamed at once: a multiple of every ROWS
+constexpr int CHUNK = CHUNK_ROWS;               // rows that are streamed at once: a multiple of every ROWS
 constexpr int COLUMNS = WIDTH < 8 ? 8 : WIDTH;  // columns of values are a multiple of it, and so of WIDTH and of ROWS
 
 // Products in float32, of elements of any type, which are widened when they are gathered.
