@@ -8,7 +8,7 @@ end of the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
+from dilated_attention.layout import ranges
 from dilated_attention.layout.conversions import block_numbers
+from dilated_attention.layout.ranges import Range
 from dilated_attention.layout.spans import BlockGrid, BlockSize, Lists, lists_of_keys, sort_keys
 from dilated_attention.torch_internals import mapped_indices, not_traced
 
@@ -125,6 +127,17 @@ class _Collected:
         self.kinds.append(kinds)
         self.is_lower.append(is_lower)
 
+    def add_whole(self, blocks: Tensor) -> None:
+        """Add blocks that show all their pairs, none of which lies beyond the end of the sequence."""
+        if not len(blocks):
+            return
+        first_query = blocks // self.grid.columns % self.grid.rows * self.grid.q_block
+        last_key = (blocks % self.grid.columns + 1) * self.grid.k_block - 1
+        self.shows_later = self.shows_later or bool((last_key > first_query).any())
+        self.blocks.append(blocks)
+        self.kinds.append(torch.full_like(blocks, -1))
+        self.is_lower.append(torch.zeros_like(blocks, dtype=torch.bool))
+
     def _pairs(self, row: Tensor, column: Tensor) -> Tensor:
         """Return how many pairs of each block lie inside the sequence."""
         grid = self.grid
@@ -222,14 +235,78 @@ def from_mask_mod(
     if heads is None:
         heads = 1
     lead = checks.positive("batch", batch), checks.positive("heads", heads)
-    mapped = _mapped(mask_mod)
+    grid = BlockGrid.of(max(q_len, k_len), block_size, False)
+    function = _Function(mask_mod, (q_len, k_len), grid, torch.device(device))
+    collected = _Collected(grid)
+    for number in range(lead[0] * lead[1]):
+        b, h = (torch.tensor(x, device=device) for x in divmod(number, lead[1]))
+        before = number * grid.rows * grid.columns
+        for whole, cut in function.blocks(b, h):
+            collected.add_whole(before + whole)
+            for some in slices(len(cut), grid):
+                collected.add(before + cut[some], function.shown(b, h, cut[some]))
+    return collected.tables(lead)
 
-    def rows(b: int, h: int, start: int, stop: int) -> Tensor:
-        query = torch.arange(start, stop, device=device)
-        key = torch.arange(k_len, device=device)
-        return _evaluated(mapped, torch.tensor(b, device=device), torch.tensor(h, device=device), query, key)
 
-    return _from_rows(rows, (q_len, k_len), lead, block_size).tables(lead)
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """Evaluate a mask_mod of `size` = (queries, keys) on blocks of one batch element and head."""
+
+    mask_mod: MaskMod
+    size: tuple[int, int]
+    grid: BlockGrid
+    device: torch.device
+
+    def blocks(self, b: Tensor, h: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Find, some rows of the grid at a time, the blocks that show all their pairs, and those that may show some."""
+        grid = self.grid
+        queries, keys = self.size
+        column = torch.arange(-(-keys // grid.k_block), device=self.device)
+        key = self._range(column, grid.k_block, keys)
+        rows = -(-queries // grid.q_block)
+        at_once = max(1, _AT_ONCE // (16 * len(column)))
+        for start in range(0, rows, at_once):
+            row = torch.arange(start, min(rows, start + at_once), device=self.device)[:, None]
+            query = self._range(row, grid.q_block, queries)
+            inside = ((row + 1) * grid.q_block <= queries) & ((column + 1) * grid.k_block <= keys)
+            shown = ranges.bounds(self.mask_mod, b, h, query, key)
+            if shown is None:
+                shown = Range(torch.zeros_like(inside), torch.ones_like(inside))
+            whole = shown.low & inside
+            cut = shown.high & ~whole
+            number = row * grid.columns + column
+            yield number[whole], number[cut]
+
+    def _range(self, block: Tensor, size: int, end: int) -> Range:
+        return Range(block * size, ((block + 1) * size).clamp(max=end) - 1)
+
+    def shown(self, b: Tensor, h: Tensor, blocks: Tensor) -> Tensor:
+        """Return what some blocks show, or raise ValueError with the first index that fails."""
+        queries, keys = self.size
+        query, key = _tokens(self.grid, blocks // self.grid.columns, blocks % self.grid.columns)
+        inside = (query < queries) & (key < keys)
+        query = query[:, :, 0].clamp(max=queries - 1)
+        key = key[:, 0].clamp(max=keys - 1)
+        of_keys = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
+        of_pairs = torch.vmap(of_keys, in_dims=(None, None, 0, None))
+        of_blocks = torch.vmap(of_pairs, in_dims=(None, None, 0, 0))
+        where = f"b={int(b)}, h={int(h)}, q_idx={int(query[0, 0])}, kv_idx={int(key[0, 0])}"
+        try:
+            with mapped_indices():
+                shown = of_blocks(b, h, query, key)
+        except Exception as error:
+            raise ValueError(f"mask_mod fails, called first with {where}: {error}") from error
+        if not isinstance(shown, Tensor) or shown.dtype != torch.bool:
+            raise ValueError(
+                f"mask_mod must return a boolean; got {checks.kind_of(shown)} at {where}; "
+                "compare, as in q_idx >= kv_idx"
+            )
+        if shown.shape != inside.shape:
+            raise ValueError(
+                f"mask_mod must return one boolean per pair; got {tuple(shown.shape[3:])} at {where}; it is called "
+                "with one number of each"
+            )
+        return inside & shown
 
 
 def from_pairs(mask: Tensor, block_size: BlockSize) -> Tables:
@@ -296,32 +373,6 @@ def _from_rows(
                 blocks = (first_row + start // grid.q_block + row) * grid.columns + column
                 collected.add(blocks, tiled[row, column])
     return collected
-
-
-def _mapped(mask_mod: MaskMod) -> MaskMod:
-    """Return the function of one number each as a function of numbers b and h, all queries and all keys."""
-    of_keys = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
-    return torch.vmap(of_keys, in_dims=(None, None, 0, None))
-
-
-def _evaluated(mapped: MaskMod, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return what a mapped mask_mod shows, or raise ValueError with the first index that fails."""
-    where = f"b={int(b)}, h={int(h)}, q_idx={int(query[0])}, kv_idx={int(key[0])}"
-    try:
-        with mapped_indices():
-            shown = mapped(b, h, query, key)
-    except Exception as error:
-        raise ValueError(f"mask_mod fails, called first with {where}: {error}") from error
-    if not isinstance(shown, Tensor) or shown.dtype != torch.bool:
-        raise ValueError(
-            f"mask_mod must return a boolean; got {checks.kind_of(shown)} at {where}; compare, as in q_idx >= kv_idx"
-        )
-    if shown.shape != (len(query), len(key)):
-        raise ValueError(
-            f"mask_mod must return one boolean per pair; got {tuple(shown.shape[2:])} at {where}; it is called "
-            "with one number of each"
-        )
-    return shown
 
 
 # ---- FlexAttention
