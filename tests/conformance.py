@@ -122,17 +122,20 @@ def layout(
 
 
 def part_of_a_layout(
-    q_block: int, k_block: int, is_causal: bool, is_cut: bool = False
+    q_block: int, k_block: int, is_causal: bool, is_cut: bool = False, seq_len: int = 130
 ) -> tuple[Plan, BlockLayout, Tensor]:
-    """Return a plan whose queries are rows 37 to 81 of a layout of 130, its layout, and the counts of 2 heads.
+    """Return a plan whose queries are some rows of a layout (of 130: 37 to 81), its layout, and the counts of 2 heads.
 
-    The queries are every second one of 100 tokens, from token 3 on.
+    The queries are every second token (of 100), from token 3 on.
     """
-    lists = layout(130, q_block, k_block, is_causal, is_cut=is_cut)
-    counts = torch.zeros(2, 100, 130, dtype=torch.int32)
-    counts[:, 3:93:2] = lists.dense_mask()[0, :, 37:82].int()
-    group = StridedGroup(Rows(3, 90, 1, 2, 45), Rows(0, 130, 1, 1, 130), 0, 2, 1, at=(37, 0))
-    return Plan(100, 2, (group,), covered=False, square=False), lists, counts
+    lists = layout(seq_len, q_block, k_block, is_causal, is_cut=is_cut)
+    first, count = 2 * seq_len // 7, 9 * seq_len // 26
+    tokens = 2 * count + 10
+    counts = torch.zeros(2, tokens, seq_len, dtype=torch.int32)
+    counts[:, 3 : 3 + 2 * count : 2] = lists.dense_mask()[0, :, first : first + count].int()
+    queries, keys = Rows(3, 2 * count, 1, 2, count), Rows(0, seq_len, 1, 1, seq_len)
+    group = StridedGroup(queries, keys, 0, 2, 1, at=(first, 0))
+    return Plan(tokens, 2, (group,), covered=False, square=False), lists, counts
 
 
 PARTS_OF_A_LAYOUT = [(16, 16), (37, 13), (256, 32), (1, 1), (16, 1), (1, 16)]

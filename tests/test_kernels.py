@@ -480,8 +480,9 @@ class TestBlocks:
     @whole_or_cut
     @each_once("blocks", PARTS_OF_A_LAYOUT)
     def test_some_rows_of_a_layout(self, blocks, is_cut, is_causal):
-        plan, lists, counts = part_of_a_layout(*blocks, is_causal, is_cut)
-        check(tensors(1, 100, 4, 2, 16, keys=130), [plan], counts, layouts={130: lists})
+        seq_len = 42 if 1 in blocks else 130  # the interpreter takes a minute for 130 lists of single tokens
+        plan, lists, counts = part_of_a_layout(*blocks, is_causal, is_cut, seq_len)
+        check(tensors(1, plan.seq_len, 4, 2, 16, keys=seq_len), [plan], counts, layouts={seq_len: lists})
 
     @both
     @whole_or_cut
