@@ -89,7 +89,7 @@ def emulated_amx():
     """The library of emulated_amx.cpp."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(__file__).with_name("emulated_amx.cpp"), f"{folder}/kernels.so"
-        flags = (*build.FLAGS, *build.SOURCES["x86_64"]["amx.cpp"], f"-I{build.HERE}", "-shared")
+        flags = (*build.FLAGS, "-O1", *build.SOURCES["x86_64"]["amx.cpp"], f"-I{build.HERE}", "-shared")
         build.run_compiler(*flags, str(source), str(build.LIBRARY), "-o", library)
         return ctypes.CDLL(library)
 
