@@ -577,24 +577,31 @@ def test_lists_given_in_one_graph(compiling_python):
         router = LearnedRouter(4, 8, 0.4, num_kv_heads=2, block_size=16, is_causal=True)
         causal = {"is_causal": True}
         ends, edges, mask = torch.tensor([50]), torch.tensor([0, 20, 64]), torch.arange(64)[None] < 9
+
+        def routed(q, k, x):
+            found = router(q, k)
+            return attention(q, k, k, found, **causal) + attention(q, k, k, found.select(heads=[1, 0, 3, 2]), **causal)
+
         cases = (
             lambda q, k, x: attention(q, k, k, indexer(x), **causal),
-            lambda q, k, x: attention(q, k, k, router(q, k), **causal),
-            lambda q, k, x: attention(q, k, k, router(q, k).select(heads=[1, 0, 3, 2]), **causal),
+            routed,
+            lambda q, k, x: attention(q, k, k, BlockLayout.from_mask(x[0, :4, :4].tril() > 0, None, 16, **causal)),
+            lambda q, k, x: attention(q, k, k, BlockLayout.from_indices(torch.arange(5), x[0, :4, 0].long(), 64, 16)),
+            lambda q, k, x: q * indexer.loss(x, q, k, cu_seqlens=edges),
+        )
+        traced = (  # the fake operators are those of the cases above
             lambda q, k, x: attention(q, k, k, indexer(x, lengths=ends), lengths=ends, **causal),
             lambda q, k, x: attention(q, k, k, indexer(x, cu_seqlens=edges), cu_seqlens=edges, **causal),
             lambda q, k, x: attention(q, k, k, indexer(x, key_padding_mask=mask), key_padding_mask=mask, **causal),
-            lambda q, k, x: q * indexer.loss(x, q, k, cu_seqlens=edges),
             lambda q, k, x: router.relaxed_attention(q, k, k),
-            lambda q, k, x: attention(q, k, k, BlockLayout.from_mask(x[0, :4, :4].tril() > 0, None, 16, **causal)),
-            lambda q, k, x: attention(q, k, k, BlockLayout.from_indices(torch.arange(5), x[0, :4, 0].long(), 64, 16)),
         )
         q, k, x = torch.randn(1, 64, 4, 8), torch.randn(1, 64, 2, 8), torch.randn(1, 64, 16).abs()
         q.requires_grad_()
-        for attend in cases:
-            compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-            found, expected = (torch.autograd.grad(f(q, k, x).sin().sum(), q)[0] for f in (compiled, attend))
-            torch.testing.assert_close(found, expected)
+        for backend, functions in (("aot_eager", cases), ("eager", traced)):
+            for attend in functions:
+                compiled = torch.compile(attend, fullgraph=True, backend=backend)
+                found, expected = (torch.autograd.grad(f(q, k, x).sin().sum(), q)[0] for f in (compiled, attend))
+                torch.testing.assert_close(found, expected)
 
         def chosen(q, k, x):
             return attention(q, k, k, BlockLayout.from_topk(x, (1, 16), **causal), **causal)
