@@ -233,6 +233,10 @@ FOLLOWED_ELSEWHERE = {
     "of the model's attention; remove it from the batch":
         "test_own_attention_arguments.py::test_names_that_sdpa_ignores",
     'load the model with attn_implementation="{}"': "test_own_attention.py::test_refuses_by_name",
+    'call model.set_attn_implementation("{}") on a model that is not dilated':
+        "test_unpadding.py::test_models_that_are_refused",
+    "make the model without its pooling layer": "test_unpadding.py::test_states_and_gradients_of_sdpa",
+    "do not count from 0; use it padded": "test_unpadding.py::test_models_that_are_refused",
     "from the start of a row: pad on the right": "test_own_attention_chosen.py::test_blocks_of_keys_are_trained",
     "use the model's own attention": "test_own_attention_chosen.py::test_chosen_keys_are_not_dilated",
     "is unknown; load the model with": "test_own_attention_arguments.py::test_a_misspelt_implementation",

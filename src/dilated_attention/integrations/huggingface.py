@@ -79,6 +79,7 @@ from dilated_attention.integrations.pair_masks import layout_in_graph, layout_of
 from dilated_attention.integrations.positions import extend_positions as extend_positions
 from dilated_attention.integrations.positions import position_table, require_positions, require_transformers
 from dilated_attention.integrations.sharded_batches import shard_batch as shard_batch
+from dilated_attention.integrations.unpadding import unpad as unpad
 from dilated_attention.plumbing import as_autocast, checks, require_when_run, table
 
 _OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend", "layers")
