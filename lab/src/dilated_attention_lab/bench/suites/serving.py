@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, over
 from dilated_attention_lab.bench.suites.own_attention import OURS, choose
 
+UNPADDED = "unpadded"
 WORDS = 256  # the forward of a larger vocabulary takes no longer
 BARS = {(128, False): 0.97, (128, True): 0.95, (512, False): 0.9, (512, True): 0.85, (2048, True): 0.5}
 """The bars of the time over sdpa, by padded length and whether texts are shorter; 1 for others."""
@@ -88,12 +90,17 @@ def _step(device: torch.device, name: str, batch: Batch, dtype: torch.dtype, lay
             "dtype": str(dtype).removeprefix("torch."), "heads": model.config.num_attention_heads, "layers": layers,
         }  # fmt: skip
         contenders = {implementation: _forward(model, implementation, inputs) for implementation in (OURS, "sdpa")}
+        if batch.padded:
+            contenders[UNPADDED] = _unpadded(model, inputs)
         refusals = {runtime: _refusal(runtime, device, dtype, batch.seq_len) for runtime in RUNTIMES}
         for runtime, why in refusals.items():
             if why is None:
                 contenders[runtime] = RUNTIMES[runtime](_onnx(name, layers), dtype, inputs)
         rounds = measure.interleave(contenders, seconds=6, device=device, least=3, most=20, dtype=dtype)
-        yield over(rounds, OURS, "sdpa", "forward", parameters, bar=BARS.get((batch.seq_len, batch.padded), 1.0))
+        bar = BARS.get((batch.seq_len, batch.padded), 1.0)
+        yield over(rounds, OURS, "sdpa", "forward", parameters, bar=bar)
+        if batch.padded:
+            yield over(rounds, UNPADDED, "sdpa", "forward", parameters, "forward, unpadded: time over sdpa", bar=bar)
         for runtime, why in refusals.items():
             if why is None:
                 yield over(rounds, OURS, runtime, "forward", parameters, bar=1.0 if batch.seq_len >= 2048 else None)
@@ -117,6 +124,15 @@ def _forward(model: Any, implementation: str, inputs: tuple[Tensor, Tensor]) -> 
         model(input_ids=tokens, attention_mask=mask)
 
     return contender(forward)
+
+
+def _unpadded(model: Any, inputs: tuple[Tensor, Tensor]) -> Contender:
+    """Return the forward of a copy that packs the real tokens of the batch."""
+    from dilated_attention.integrations.huggingface import unpad
+
+    model = copy.deepcopy(model)
+    choose(model, OURS)
+    return _forward(unpad(model), OURS, inputs)
 
 
 @cache
