@@ -15,8 +15,14 @@ import torch.distributed as dist
 import processes
 from dilated_attention import BlockLayout, Dilated, attention, routing
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.models import BlockMixture, LongNetConfig, LongNetLM, NativeSparse
-from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, Rotary, SelectionCache
+from dilated_attention.models import BlockMixture, IndexedKeys, LongNetConfig, LongNetLM, NativeSparse
+from dilated_attention.nn import (
+    BlockAttentionMixture,
+    IndexedAttention,
+    NativeSparseAttention,
+    Rotary,
+    SelectionCache,
+)
 from dilated_attention.nn.selection import tables_at
 from dilated_attention.parallel import choose_blocks, exchange_plan, sequence_range, set_context_parallel, traffic
 from dilated_attention.parallel.comm import Traffic, link_of
@@ -176,6 +182,9 @@ MODULES = {
     ),
     "native, a block and no more": (NativeSparseAttention, 20, {"query_block": 4}),
     "native, fewer tokens than ranks": (NativeSparseAttention, 2, {"query_block": 1}),
+    "indexed": (IndexedAttention, 61, {"top_k": 9, "index_heads": 3, "leading": 1}),
+    "indexed, no more tokens than are chosen": (IndexedAttention, 16, {"top_k": 16}),
+    "indexed, fewer tokens than ranks": (IndexedAttention, 2, {"top_k": 1}),
 }  # fmt: skip
 
 
@@ -249,7 +258,11 @@ def drawn(seed):
     size = draw.choice([4, 12, 32])
     query_block = draw.choice([n for n in (1, 2, 4) if size % n == 0])
     options = {"block_size": size, "query_block": query_block, "dtype": torch.float64}
-    if draw.random() < 0.5:
+    kind = draw.choice([BlockAttentionMixture, IndexedAttention, NativeSparseAttention])
+    if kind is IndexedAttention:
+        numbers = {"top_k": draw.choice([2, 5, 20]), "leading": draw.choice([0, 1]), "index_heads": draw.choice([1, 3])}
+        module = IndexedAttention(8 * heads, heads, kv_heads, dtype=torch.float64, **numbers)
+    elif kind is BlockAttentionMixture:
         module = BlockAttentionMixture(8 * heads, heads, kv_heads, top_k=draw.choice([1, 2, 4]), **options)
     else:
         stride = draw.choice([2, 4])
@@ -305,7 +318,11 @@ def test_random_choices_over_a_mesh(size):
     check_drawn(size, range(1000 * size, 1000 * size + 10))
 
 
-def run_mixture():
+def run_traffic():
+    return (*mixture_traffic(), indexed_traffic())
+
+
+def mixture_traffic():
     """This rank's traffic in forward, and what is counted for the attention with these lists."""
     module, x, _, tables = module_of("mixture")
     layout = module._selected(*chosen_from(module, x, tables), [0, x.shape[1]], 0, None)
@@ -321,26 +338,50 @@ def run_mixture():
     return link.traffic.bytes_received, plan.bytes_received
 
 
+def indexed_traffic():
+    """This rank's traffic in forward."""
+    module, x, _, tables = module_of("indexed")
+    set_context_parallel(module, dist.group.WORLD, seq_len=x.shape[1])
+    own, link = slice(*sequence_range(x.shape[1], dist.group.WORLD)), link_of(dist.group.WORLD)
+    link.traffic = Traffic()
+    with torch.no_grad():
+        module(x[:, own], tables_at(tables, own))
+    return link.traffic.bytes_received
+
+
 def chosen_from(module, x, tables):
     q, (k, _) = module._project(x, tables)
     return q, module._means(k)
 
 
-def test_a_mixture_receives_mean_keys_and_chosen_rows():
+def test_modules_receive_what_they_choose_from_and_what_they_chose():
     size, seq_len, block, query_block, batch = 3, 90, 16, 4, 2
     kept, mean, lists = seq_len // block, batch * 2 * 8 * 8, batch * 4 * 3 * 8  # rows in bytes
     edges = [0, 30, 60, 90]
     means = max(min(kept, -(-stop // block)) - start // block for start, stop in pairwise(edges))
     chosen = max(-(-stop // query_block) - -(-start // query_block) for start, stop in pairwise(edges))
     pooled = (means + traffic.seal_rows(mean)) * mean + (chosen + traffic.seal_rows(lists)) * lists
-    for received, attended in processes.run(size, run_mixture):
+    ranks = processes.run(size, run_traffic)
+    for received, attended, _ in ranks:
         assert received == attended + (size - 1) * pooled
+
+    module, x, _, tables = module_of("indexed")
+    edges, index_row, row = [0, 20, 40, 61], batch * 8 * 8, batch * 2 * 16 * 8
+    index_keys = (21 + traffic.seal_rows(index_row)) * index_row
+    asked = (1 + traffic.seal_rows(61)) * 61
+    seen = module.indexer(x, tables=tables).dense_mask().any(0)[0]
+    for (*_, received), (start, stop) in zip(ranks, pairwise(edges), strict=True):
+        chosen = seen[start:stop].any(0)
+        counts = [int(chosen[first:last].sum()) for first, last in pairwise(edges) if first != start]
+        rows = sum(count + traffic.seal_rows(row) for count in counts if count)
+        assert received == (size - 1) * (index_keys + asked) + rows * row
 
 
 LANGUAGE = LongNetConfig(vocab_size=20, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=1)
 SELECTIONS = (
     NativeSparse(compress_block=4, compress_stride=2, block_size=8, num_selected=3, window=5, query_block=4),
     BlockMixture(block_size=8, top_k=2, query_block=2),
+    IndexedKeys(top_k=7, index_heads=2, leading=1),
 )
 
 
@@ -349,7 +390,10 @@ def language_gradients(selection, mesh=None):
     model, tokens = LongNetLM(replace(LANGUAGE, selection=selection)).double(), torch.randint(20, (2, 52))
     if mesh is not None:
         set_context_parallel(model, mesh)
-    loss = model.loss(tokens)
+    if isinstance(selection, IndexedKeys):
+        loss = sum(model.losses(tokens, lengths=[52, 14]))
+    else:
+        loss = model.loss(tokens)
     return [x.detach().numpy() for x in (loss, *torch.autograd.grad(loss, list(model.parameters())))]
 
 

@@ -73,7 +73,6 @@ from dilated_attention.nn import (
     BlockAttentionMixture,
     BlockSparseDilatedAttention,
     DilatedAttention,
-    IndexedAttention,
     MultiheadDilatedAttention,
     NativeSparseAttention,
     NeighborhoodAttention,
@@ -1563,21 +1562,6 @@ def _(told, mesh):
         model.generate(tokens, 3, temperature=0)
     parallel.set_context_parallel(model, None)
     assert torch.equal(model.generate(tokens, 3, temperature=0), expected)
-
-
-@remedy(
-    "IndexedAttention over a mesh is not supported; use NativeSparseAttention or BlockAttentionMixture", ON_TWO_RANKS
-)
-def _(told, mesh):
-    x = torch.randn(1, 16, 16)
-    with told():
-        parallel.set_context_parallel(IndexedAttention(16, 2), mesh)
-    sizes = {"block_size": 4, "query_block": 2}
-    native = NativeSparseAttention(16, 2, compress_block=4, compress_stride=2, num_selected=3, window=5, **sizes)
-    for layer in (native, BlockAttentionMixture(16, 2, **sizes)):
-        expected = shard(layer(x), mesh)
-        parallel.set_context_parallel(layer, mesh)
-        same(layer(shard(x, mesh)), expected)
 
 
 @remedy("layers with indexers, selection=IndexedKeys(...); got {}: call loss")

@@ -17,11 +17,13 @@ from dilated_attention.merge import merge_into
 from dilated_attention.mesh import TRANSPORTS, Mesh, context_group, held_mesh, mesh_size
 from dilated_attention.neighborhood import tiled
 from dilated_attention.nn.positions import Tables
+from dilated_attention.nn.selection import attend_listed
 from dilated_attention.nn.transformer import ShardDropout
 from dilated_attention.parallel import presence
+from dilated_attention.parallel.choosing import fetch_listed
 from dilated_attention.parallel.comm import Framing, Link, Traffic, Transfer, link_of, use_link
 from dilated_attention.parallel.partition import balanced_bounds
-from dilated_attention.parallel.sharding import agreed_seed, fetched, from_rank, require_same, summed_over
+from dilated_attention.parallel.sharding import agreed_seed, from_rank, require_same, summed_over
 from dilated_attention.patterns import LayoutOfLength, describe_unserved
 from dilated_attention.pictures import plot_places
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated, progressions

@@ -25,14 +25,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention import BlockLayout, UnsupportedError, attention
-from dilated_attention.decoding import listed_attention
 from dilated_attention.integrations.index_scores import IndexKeys, IndexMask
 from dilated_attention.integrations.own_attention import NAME, Chosen, Rows, Shown
-from dilated_attention.plumbing import require_when_run
+from dilated_attention.plumbing import attend_listed, require_when_run
 
 SCORES = 2**23
 """An indexer computes as many scores at once, over all index heads; of more it computes tiles. Lists are hidden as many
@@ -113,31 +111,16 @@ def attend_chosen(chosen: Chosen, q: Tensor, k: Tensor, v: Tensor, **options: An
     """
     lists = _for_heads(chosen.lists, q.shape[2], k.shape[2])
     if chosen.size == 1:
-        return _attend_keys(lists, q, k, v, **options)
+        return attend_listed(q, k, v, lists, **options)
     shown = chosen.shown
     assert shown is not None
     from_the_start = shown.queries == shown.keys and shown.q_start == shown.k_start
     if not (shown.is_causal and shown.is_plain and from_the_start):
-        return _attend_keys(_tokens(lists, shown, chosen.size), q, k, v, **options)
+        return attend_listed(q, k, v, _tokens(lists, shown, chosen.size), **options)
     layout = BlockLayout.from_topk(lists, (1, chosen.size), seq_len=shown.keys, is_causal=True)
-    return _tensor(attention(q, k, v, layout, is_causal=True, key_padding_mask=shown.hidden, **options))
-
-
-def _attend_keys(lists: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Return the attention of q over listed keys, `(batch, lists, queries, k)`; see `attend_chosen`."""
-    queries = q.shape[1]
-    keys = k.shape[1]
-    if queries == 1 and not options.get("dropout_p") and options.get("softcap") is None:
-        return _tensor(listed_attention(q, k, v, lists, scale=options["scale"], sinks=options["sinks"]))
-    layout = _layout(lists, max(queries, keys))
-    if queries != keys:
-        options |= {"q_start": layout.seq_len - queries, "k_start": 0}
-    return _tensor(attention(q, k, v, layout, **options))
-
-
-def _tensor(x: Any) -> Tensor:
-    assert isinstance(x, Tensor)
-    return x
+    out = attention(q, k, v, layout, is_causal=True, key_padding_mask=shown.hidden, **options)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _for_heads(lists: Tensor, heads: int, kv_heads: int) -> Tensor:
@@ -153,20 +136,6 @@ def _tokens(blocks: Tensor, shown: Shown, size: int) -> Tensor:
     missing = (blocks < 0)[..., None] | (tokens >= shown.keys)
     tokens = tokens.masked_fill(missing, -1).flatten(3)
     return tokens.masked_fill(~shown.sees(tokens), -1)
-
-
-def _layout(lists: Tensor, seq_len: int) -> BlockLayout:
-    """Return a layout of `seq_len` tokens. Its last rows are `lists`, `(batch, lists, queries, k)`; others are
-    empty."""
-    missing = seq_len - lists.shape[2]
-    if not missing:
-        return BlockLayout.from_topk(lists)
-    ordered = lists.long().sort(-1).values
-    named = ordered.diff(prepend=torch.full_like(ordered[..., :1], -1)) > 0
-    ends = named.sum(-1).flatten().cumsum(0)
-    starts = F.pad(ends[:-1], (1, 0)).view(lists.shape[:3])[..., :1]
-    indptr = torch.cat([starts.expand(-1, -1, missing + 1), ends.view(lists.shape[:3])], -1)
-    return BlockLayout.from_indices(indptr, ordered[named], seq_len, 1)
 
 
 def serve(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from dilated_attention import BlockLayout, Dilated, UnsupportedError, attention
 from dilated_attention.integrations.chosen_keys import attend_chosen, that_are_shown
 from dilated_attention.integrations.own_attention import Chosen, Shown, pattern_of_shown
 from dilated_attention.integrations.pair_masks import BLOCK
-from dilated_attention.plumbing import Link, context_group, fetched, link_of
+from dilated_attention.plumbing import Link, context_group, fetch_listed, link_of
 
 LAYER = "_layer_over_ranks"
 """The attribute in which an attention layer or an indexer of such a model holds its name."""
@@ -202,16 +202,7 @@ class Forward:
         """Return the attention of this rank's queries over the keys that they list, `(batch, shard, k)`. Only the keys
         that some query of this rank lists travel."""
         lists = that_are_shown(self._over_all_keys(shown), indices)
-        is_listed = torch.zeros(self.seq_len, dtype=torch.bool, device=q.device)
-        is_listed[self.start] = True  # every rank takes part in the backward
-        is_listed[lists[lists >= 0].long()] = True
-        number = is_listed.cumsum(0) - 1  # of a key among those that are listed
-
-        widths = [k.shape[3], v.shape[3]]
-        tokens = is_listed.nonzero()[:, 0]
-        rows = fetched(torch.cat([k, v], 3), tokens, self.bounds, self.over.mesh, layer_name(layer) or "")
-        k, v = rows.split(widths, 3)
-        lists = number[lists.long()].masked_fill(lists < 0, -1)
+        k, v, lists = fetch_listed(k, v, lists, self.bounds, self.over.mesh, layer_name(layer) or "")
         return attend_chosen(Chosen(lists[:, None]), q, k, v, **options)
 
     def _over_all_keys(self, shown: Shown) -> Shown:

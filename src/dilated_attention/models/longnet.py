@@ -238,15 +238,8 @@ class LongNetLM(LongNetStack):
         Raises:
             ValueError: no sample has two tokens, or the ranks of a mesh pass different tokens.
         """
-        inputs, targets, counts = self._next_tokens(tokens, lengths)
-        if self.mesh is None:
-            return F.cross_entropy(self(inputs, lengths=counts).flatten(0, 1), targets.flatten())
-        require_same("loss", self.mesh, tokens, counts=counts)
-        shard = shard_sequence(inputs, self.mesh)
-        own = shard_sequence(targets, self.mesh)
-        logits = self(shard, seq_len=inputs.shape[1])
-        total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
-        return cp_mean(total, (own != -100).sum(), self.mesh)
+        inputs, targets, counts, seq_len = self._next_tokens("loss", tokens, lengths)
+        return self._cross_entropy(self(inputs, lengths=counts, seq_len=seq_len), targets)
 
     def losses(
         self, tokens: Int[Tensor, "batch seq_and_one"], lengths: Sequence[int] | Int[Tensor, " batch"] | None = None
@@ -255,7 +248,7 @@ class LongNetLM(LongNetStack):
 
         The second is the mean over tokens of KL(attention over all keys || softmax of the index), in nats, summed over
         layers (`routing.Indexer.loss`). The indexers learn from it alone, and nothing else does, so that the sum of
-        both trains all parameters. Arguments are as in `loss`.
+        both trains all parameters. Arguments are as in `loss`, also over a mesh.
 
         Raises:
             ValueError: as in `loss`; or the layers have no indexers.
@@ -264,12 +257,13 @@ class LongNetLM(LongNetStack):
             raise ValueError(
                 f"losses needs layers with indexers, selection=IndexedKeys(...); got {self.config.selection}: call loss"
             )
-        inputs, targets, counts = self._next_tokens(tokens, lengths)
+        inputs, targets, counts, seq_len = self._next_tokens("losses", tokens, lengths)
         x = self.embed(inputs)
-        *states, last = self.hidden(x, is_causal=True, lengths=counts, all_layers=True)
-        loss = F.cross_entropy(self.logits(last).flatten(0, 1), targets.flatten())
+        packed = counts if self.mesh is None else None  # no token sees the padding after it
+        *states, last = self.hidden(x, is_causal=True, lengths=packed, seq_len=seq_len, all_layers=True)
+        loss = self._cross_entropy(self.logits(last), targets)
 
-        tables = tables_of(self.config, places_of(self.config, None, x, None, counts, None), x)
+        tables = tables_of(self.config, places_of(self.config, self.mesh, x, None, counts, seq_len), x)
         parts = []
         block: Any
         for block, state in zip(self.blocks, states[:-1], strict=True):
@@ -278,11 +272,31 @@ class LongNetLM(LongNetStack):
             parts.append(block.attention.selected.index_loss(normed, tables, lengths=counts))
         return loss, torch.stack(parts).sum()
 
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy of all targets but -100; over a mesh, of those of all ranks."""
+        logits = logits.flatten(0, 1)
+        targets = targets.flatten()
+        if self.mesh is None:
+            return F.cross_entropy(logits, targets)
+        return cp_mean(F.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum(), self.mesh)
+
     def _next_tokens(
-        self, tokens: Tensor, lengths: Sequence[int] | Tensor | None
-    ) -> tuple[Tensor, Tensor, list[int] | None]:
-        """Return the tokens that are read, the tokens that follow them, -100 after the end of a sample, and how many
-        tokens of each sample are read; None: all."""
+        self, name: str, tokens: Tensor, lengths: Sequence[int] | Tensor | None
+    ) -> tuple[Tensor, Tensor, list[int] | None, int | None]:
+        """Return the tokens that are read, the tokens that follow them, -100 after the end of a sample, how many tokens
+        of each sample are read, None for all, and None for the length of the sequence.
+
+        Over a mesh the tokens are this rank's shard, and the length is the whole sequence's. All ranks must call
+        function `name` with the same tokens and lengths.
+        """
+        inputs, targets, counts = self._read(tokens, lengths)
+        if self.mesh is None:
+            return inputs, targets, counts, None
+        require_same(name, self.mesh, tokens, counts=counts)
+        return shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh), counts, inputs.shape[1]
+
+    def _read(self, tokens: Tensor, lengths: Sequence[int] | Tensor | None) -> tuple[Tensor, Tensor, list[int] | None]:
+        """Return what `_next_tokens` returns first, of the whole sequence."""
         require_tokens(tokens, self.config.vocab_size)
         inputs = tokens[:, :-1]
         targets = tokens[:, 1:].long()

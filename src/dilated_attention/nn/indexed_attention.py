@@ -9,13 +9,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from dilated_attention import checks
 from dilated_attention.decoding import listed_attention
-from dilated_attention.errors import UnsupportedError
-from dilated_attention.layout import BlockLayout
 from dilated_attention.nn.positions import Tables
-from dilated_attention.nn.selection import SelectingAttention, SelectionCache
+from dilated_attention.nn.selection import SelectingAttention, SelectionCache, attend_listed
+from dilated_attention.parallel.choosing import fetch_listed
+from dilated_attention.parallel.sharding import cp_mean, gathered, require_same
 from dilated_attention.patterns import Dilated
 from dilated_attention.routing import Indexer
+from dilated_attention.torch_internals import not_traced
 
 
 class IndexedAttention(SelectingAttention):
@@ -28,7 +30,8 @@ class IndexedAttention(SelectingAttention):
     See `routing.Indexer` for the index. The choice has no gradient: the indexer learns from `index_loss` alone, and
     the other parameters do not.
 
-    The index is computed for some queries at a time, N² values in all; memory is O(seq top_k).
+    The index is computed for some queries at a time, N² values in all; memory is O(seq top_k). Over a mesh the index
+    keys of all tokens travel, and then the keys and values that a rank's queries chose, once each.
 
     Args:
         num_kv_heads: the number of KV heads; None: num_heads.
@@ -38,7 +41,7 @@ class IndexedAttention(SelectingAttention):
         bias: add a bias to the projections, but not to those of the indexer.
         backend: as in `attention`.
 
-    Shapes, padding, packed samples and caches are as in `NativeSparseAttention`. A mesh is not supported.
+    Shapes, padding, packed samples, caches and meshes are as in `NativeSparseAttention`.
 
     Examples:
         >>> from dilated_attention.nn import IndexedAttention
@@ -75,14 +78,6 @@ class IndexedAttention(SelectingAttention):
         )
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
 
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Take None. A mesh raises UnsupportedError."""
-        if mesh is not None:
-            raise UnsupportedError(
-                "IndexedAttention over a mesh is not supported; use NativeSparseAttention or BlockAttentionMixture"
-            )
-        super().set_context_parallel(None)
-
     def index_loss(
         self,
         x: Float[Tensor, "batch seq embed_dim"],
@@ -94,23 +89,64 @@ class IndexedAttention(SelectingAttention):
         """Return the indexer's loss: the mean over tokens of KL(attention over all keys || softmax of the index), in
         nats. It has gradients for the indexer's parameters only. See `routing.Indexer.loss`.
 
+        Over a mesh it is the mean over the tokens of all ranks, and the mean of the ranks' gradients equals the
+        gradient on one device (see `parallel.cp_mean`). The keys of all tokens travel.
+
         Args:
             rotary, cu_seqlens: as in `forward`.
-            lengths: the number of tokens of each sample; those after it do not count.
+            lengths: the number of tokens of each sample; those after it do not count. Over a mesh, in the whole
+                sequence.
         """
+        if self.mesh is not None:
+            if cu_seqlens is not None:
+                self._refuse_packed()
+            return self._index_loss_over_mesh(x, rotary, lengths)
         with torch.no_grad():
             q, (k, _) = self._project(x, rotary)
         return self.indexer.loss(x, q, k, tables=rotary, lengths=lengths, cu_seqlens=cu_seqlens)
 
+    @not_traced
+    def _index_loss_over_mesh(self, x: Tensor, rotary: Tables | None, lengths: Any) -> Tensor:
+        assert self.mesh is not None
+        given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        require_same("index_loss", self.mesh, x.new_empty(0), lengths=given)
+        x, edges, rank = self._edges(x.detach())
+        start, stop = edges[rank : rank + 2]
+        if lengths is None:
+            lengths = [edges[-1]] * len(x)
+        counts, _ = checks.ragged(x, lengths, None)
+        assert counts is not None
+        checks.indices("lengths", counts, 0, edges[-1] + 1)
+        counts = counts.to(x.device)
+        share = counts.sum().clamp(min=1).double() / (len(edges) - 1)  # the ranks add their shares of the tokens up
+        counts = counts.clamp(max=stop)
+        token = torch.arange(start, stop, device=x.device)
+        x = x.masked_fill((token >= counts[:, None])[..., None], 0.0)
+
+        keys = gathered(self.indexer.keys(x, tables=rotary), 1, edges, self.mesh, "index keys")[:, :stop]
+        with torch.no_grad():
+            q, (k, _) = self._project(x, rotary)
+            k = gathered(k, 1, edges, self.mesh, "keys")[:, :stop]
+        mean = self.indexer.loss(x, q, k, keys=keys, tables=rotary, lengths=counts)
+        return cp_mean(mean * (counts - start).clamp(min=0).sum(), share, self.mesh)
+
     def _whole(self, x: Tensor, rotary: Tables | None, cache: SelectionCache | None) -> Tensor:
+        x, edges, rank = self._edges(x)
         q, (k, v) = self._project(x, rotary)
-        seq_len = x.shape[1]
-        pattern: Dilated | BlockLayout = Dilated((seq_len,), (1,))
-        if seq_len > self.indexer.top_k and not x.is_meta:  # there no key can be chosen, and the shapes are the same
-            pattern = self.indexer(x, tables=rotary)
+        seq_len = edges[-1]
+        if seq_len <= self.indexer.top_k or x.is_meta:  # there no key can be chosen, and the shapes are the same
+            out = self._attend(q, k, v, Dilated((seq_len,), (1,)), seq_len)
+        elif self.mesh is None:
+            out = self._attend(q, k, v, self.indexer(x, tables=rotary), seq_len)
+        else:
+            with torch.no_grad():
+                keys = gathered(self.indexer.keys(x, tables=rotary), 1, edges, self.mesh, "index keys")
+            chosen = self.indexer.choose_next(x, keys[:, : edges[rank + 1]], tables=rotary)
+            k, v, chosen = fetch_listed(k, v, chosen, edges, self.mesh, "chosen keys")
+            out = attend_listed(q, k, v, chosen[:, None], backend=self.backend)
         if cache is not None:
             self._remember(cache, x, rotary, k, v)
-        return self.output(self._attend(q, k, v, pattern, seq_len).flatten(-2))
+        return self.output(out.flatten(-2))
 
     def _next(self, x: Tensor, rotary: Tables | None, cache: SelectionCache) -> Tensor:
         q, (k, v) = self._project(x, rotary)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dilated_attention import checks
 from dilated_attention.backends.table import check_name
 from dilated_attention.call import Pattern
+from dilated_attention.decoding import listed_attention
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
@@ -124,6 +125,44 @@ class BlockChoice:
 def _layout(kind: type[BlockChoice], q: Tensor, key: Tensor, *, choice: dict[str, Any], **_: Any) -> BlockLayout:
     chooses = kind(**choice)
     return chooses.layout(chooses.blocks(q[:, :: chooses.query_block], 0, key), q.shape[1])
+
+
+def attend_listed(q: Tensor, k: Tensor, v: Tensor, lists: Tensor, **options: Any) -> Tensor:
+    """Return the attention of q over listed keys, shaped like q, with the head_dim of v; 0 where a list is empty.
+
+    Args:
+        q: `(batch, queries, heads, head_dim)`. k, v: `(batch, keys, kv_heads, ...)`, in any order.
+        lists: for each query the keys that it sees, `(batch, lists, queries, k)`, -1 for none. There is one list for
+            all heads, one per KV head or one per head.
+        options: as in `attention`.
+    """
+    queries = q.shape[1]
+    keys = k.shape[1]
+    if not queries:
+        return q.new_zeros(*q.shape[:3], v.shape[3]) + k[:, :0].sum() + v[:, :0].sum()  # all ranks go backward
+    if queries == 1 and not options.get("dropout_p") and options.get("softcap") is None:
+        out = listed_attention(q, k, v, lists, scale=options.get("scale"), sinks=options.get("sinks"))
+    else:
+        layout = _layout_of_lists(lists, max(queries, keys))
+        if queries != keys:
+            options |= {"q_start": layout.seq_len - queries, "k_start": 0}
+        out = attention(q, k, v, layout, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _layout_of_lists(lists: Tensor, seq_len: int) -> BlockLayout:
+    """Return a layout of `seq_len` tokens. Its last rows are `lists`, `(batch, lists, queries, k)`; others are
+    empty."""
+    missing = seq_len - lists.shape[2]
+    if not missing:
+        return BlockLayout.from_topk(lists)
+    ordered = lists.long().sort(-1).values
+    named = ordered.diff(prepend=torch.full_like(ordered[..., :1], -1)) > 0
+    ends = named.sum(-1).flatten().cumsum(0)
+    starts = F.pad(ends[:-1], (1, 0)).view(lists.shape[:3])[..., :1]
+    indptr = torch.cat([starts.expand(-1, -1, missing + 1), ends.view(lists.shape[:3])], -1)
+    return BlockLayout.from_indices(indptr, ordered[named], seq_len, 1)
 
 
 class Rows:
@@ -366,11 +405,7 @@ class SelectingAttention(nn.Module):
             raise UnsupportedError("cache: a SelectionCache holds the tokens of one device; over a mesh pass None")
 
         if cu_seqlens is not None:
-            if self.mesh is not None or cache is not None:
-                raise UnsupportedError(
-                    "cu_seqlens with a cache or over a mesh is not supported where keys are selected; "
-                    "make one call per sample"
-                )
+            self._refuse_packed(cache)
             return self._packed(x, rotary, cu_seqlens)
         if self.mesh is not None:
             return self._over_mesh(x, rotary)
@@ -382,6 +417,14 @@ class SelectingAttention(nn.Module):
             if not cache.used_by(self, x.shape[0]):
                 return self._whole(x, rotary, cache)
             return self._one_by_one(x, rotary, cache)
+
+    def _refuse_packed(self, cache: SelectionCache | None = None) -> None:
+        """Raise UnsupportedError for cu_seqlens over a mesh or with a cache."""
+        if self.mesh is not None or cache is not None:
+            raise UnsupportedError(
+                "cu_seqlens with a cache or over a mesh is not supported where keys are selected; "
+                "make one call per sample"
+            )
 
     def _packed(self, x: Tensor, rotary: Tables | None, cu_seqlens: Any) -> Tensor:
         """Return the output of samples that are packed in x; `cu_seqlens` as in forward."""
@@ -425,6 +468,19 @@ class SelectingAttention(nn.Module):
         assert isinstance(out, Tensor)
         return out
 
+    def _edges(self, x: Tensor) -> tuple[Tensor, list[int], int]:
+        """Return (x, edges, rank): rank i holds the tokens [edges[i], edges[i + 1]) of x; `rank` is this one. Over a
+        mesh x requires gradients if some rank's does.
+
+        Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
+        """
+        if self.mesh is None:
+            return x, [0, x.shape[1]], 0
+        group = context_group(self.mesh)
+        x, length = agreed_length(x, group, 1, self.seq_len, type(self).__name__)
+        edges = list(balanced_bounds(length, dist.get_world_size(group)))
+        return x, edges, dist.get_rank(group)
+
     @not_traced
     def _over_mesh(self, x: Tensor, rotary: Tables | None) -> Tensor:
         return self._whole(x, rotary, None)
@@ -457,19 +513,6 @@ class BlockSelectingAttention(SelectingAttention):
         # Queries that share their blocks must lie in one block: only this block's keys then need a causal mask.
         if self.block_size % self.query_block:
             raise ValueError(f"query_block={self.query_block} must divide block_size={self.block_size}")
-
-    def _edges(self, x: Tensor) -> tuple[Tensor, list[int], int]:
-        """Return (x, edges, rank): rank i holds the tokens [edges[i], edges[i + 1]) of x; `rank` is this one. Over a
-        mesh x requires gradients if some rank's does.
-
-        Raises ValueError if a shard has another length than `parallel.sequence_range` gives it, or the ranks disagree.
-        """
-        if self.mesh is None:
-            return x, [0, x.shape[1]], 0
-        group = context_group(self.mesh)
-        x, length = agreed_length(x, group, 1, self.seq_len, type(self).__name__)
-        edges = list(balanced_bounds(length, dist.get_world_size(group)))
-        return x, edges, dist.get_rank(group)
 
     def _selected(
         self, q: Tensor, key: Tensor, edges: list[int], rank: int, cache: SelectionCache | None

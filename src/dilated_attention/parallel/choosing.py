@@ -1,4 +1,4 @@
-"""Choose blocks by content over a mesh."""
+"""Choose blocks by content over a mesh, and fetch the keys that queries list."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dilated_attention.mesh import Mesh, context_group
 from dilated_attention.parallel import presence
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import balanced_bounds
-from dilated_attention.parallel.sharding import agreed_length, gathered
+from dilated_attention.parallel.sharding import agreed_length, fetched, gathered
 from dilated_attention.torch_internals import not_traced
 
 _FACTS = ("batch", "lists per KV head", "seq_len", "q_block", "k_block", "is_causal")
@@ -100,6 +100,30 @@ def _facts_of(layout: BlockLayout | None, kv_heads: int) -> list[int]:
         return [-1] * (len(_FACTS) + 1)
     ratio = layout.num_heads // kv_heads
     return [layout.batch_size, ratio, layout.seq_len, *layout.block_size, int(layout.is_causal), layout.nnz]
+
+
+def fetch_listed(
+    k: Tensor, v: Tensor, lists: Tensor, bounds: Sequence[int], mesh: Mesh, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys and values that this rank's queries list, `(batch, rows, kv_heads, ...)`, and lists of the rows.
+
+    Each key and value that another rank holds comes once. Gradients go back to the ranks that hold them.
+
+    Args:
+        k, v: this rank's shard, `(batch, shard, kv_heads, ...)`. Rank i holds the tokens [bounds[i], bounds[i + 1]).
+        lists: for each query of this rank the tokens that it sees, `(batch, queries, k)`, -1 for none.
+        name: names the call in errors and in messages, on every rank alike.
+    """
+    start = bounds[link_of(context_group(mesh)).rank]
+    is_listed = torch.zeros(bounds[-1], dtype=torch.bool, device=k.device)
+    is_listed[start] = True  # every rank takes part in the backward
+    is_listed[lists[lists >= 0].long()] = True
+    number = is_listed.cumsum(0) - 1  # of a token among those that are listed
+
+    widths = [k.shape[3], v.shape[3]]
+    rows = fetched(torch.cat([k, v], 3), is_listed.nonzero()[:, 0], bounds, mesh, name)
+    k, v = rows.split(widths, 3)
+    return k, v, number[lists.long()].masked_fill(lists < 0, -1)
 
 
 def whole_blocks(tokens: int, length: int, stride: int) -> int:

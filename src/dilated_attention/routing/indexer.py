@@ -144,7 +144,7 @@ class Indexer(nn.Module):
         with _without_gradients():
             key = self._keys(x, tables)
             for first, at in _parts(x, first_query, edges, self.num_heads):
-                index = self._index(x, tables, key, first, at, sample)
+                index = self._index(x[:, at], tables_at(tables, at), key, first, at, sample)
                 index = self._forced(index, place[:, at, None], place[:, None, first : at.stop])
                 chosen.append(_best(F.pad(index, (first, seq_len - at.stop), value=-torch.inf), width))
         return torch.cat(chosen, 1).masked_fill((sample[:, first_query:] < 0)[..., None], -1)
@@ -167,16 +167,13 @@ class Indexer(nn.Module):
         """Return the tokens that the newest tokens see, as `choose` returns them, from the index keys of all tokens.
 
         Args:
-            x, tables: of the newest tokens alone.
-            keys: from the method `keys`: those of all tokens so far, the newest last.
+            x, tables: of the newest tokens alone; over a mesh, of this rank's.
+            keys: from the method `keys`: those of all tokens so far, the newest last; over a mesh, those of this rank
+                and of the ranks before it.
         """
         self._check(x, tables)
+        self._check_keys(x, keys)
         batch, new, _ = x.shape
-        if keys.dim() != 3 or keys.shape[::2] != (batch, self.head_dim) or keys.shape[1] < new:
-            raise ValueError(
-                f"keys must be (batch={batch}, seq, head_dim={self.head_dim}) with a seq of at least {new}, the tokens "
-                f"of x; got shape {tuple(keys.shape)}"
-            )
         seq_len = keys.shape[1]
         width = min(self.top_k, seq_len)
         token = torch.arange(seq_len, device=x.device)
@@ -193,6 +190,7 @@ class Indexer(nn.Module):
         q: Queries,
         k: Keys,
         *,
+        keys: Float[Tensor, "batch seq head_dim"] | None = None,
         scale: float | None = None,
         tables: Tables | None = None,
         lengths: Numbers = None,
@@ -206,32 +204,46 @@ class Indexer(nn.Module):
         Args:
             x: the input that `forward` gets.
             q, k: the queries and keys of the attention, after rotation if it rotates them.
+            keys: the index keys of all tokens so far, of which those of x are the newest, as in `choose_next`; k,
+                lengths, cu_seqlens and key_padding_mask are then of all of them. None: those of x.
         """
         self._check(x, tables)
         checks.tensors(q, k, k, placed=True)
         checks.number("scale", scale)
-        if q.shape[:2] != x.shape[:2] or k.shape[:2] != x.shape[:2]:
+        if keys is not None:
+            self._check_keys(x, keys)
+        known = x if keys is None else keys
+        if q.shape[:2] != x.shape[:2] or k.shape[:2] != known.shape[:2]:
             raise ValueError(
                 f"q and k must have the batch and seq of x, {tuple(x.shape)}; got {tuple(q.shape)} and {tuple(k.shape)}"
             )
+        if keys is not None and not x.shape[1]:
+            return self._scores(x, tables, keys).sum()  # 0, with its gradients: over a mesh all ranks go backward
         if not x.numel():
             raise ValueError(f"x has no tokens to learn from: shape {tuple(x.shape)}")
-        sample, edges = _samples(x, lengths, cu_seqlens, key_padding_mask)
+        sample, edges = _samples(k, lengths, cu_seqlens, key_padding_mask)
+        start = k.shape[1] - x.shape[1]
         hidden = sample < 0
-        x = x.detach().masked_fill(hidden[..., None], 0.0)
-        q = q.detach().masked_fill(hidden[..., None, None], 0.0)
+        own = hidden[:, start:]
+        x = x.detach().masked_fill(own[..., None], 0.0)
+        q = q.detach().masked_fill(own[..., None, None], 0.0)
         k = k.detach().masked_fill(hidden[..., None, None], 0.0)
+        if keys is None:
+            keys = self._keys(x, tables)
         if scale is None:
             scale = q.shape[3] ** -0.5
 
-        part = partial(self._divergence, x, q, k, scale, tables, self._keys(x, tables), sample)
         parts = []
-        for first, at in _parts(x, 0, edges, max(q.shape[2], self.num_heads)):
+        for first, at in _parts(k, start, edges, max(q.shape[2], self.num_heads)):
+            rows = slice(at.start - start, at.stop - start)
+            part = partial(
+                self._divergence, x[:, rows], q[:, rows], k, scale, tables_at(tables, rows), keys, sample, first, at
+            )
             if torch.is_grad_enabled():
-                parts.append(checkpoint(part, first, at, use_reentrant=False))
+                parts.append(checkpoint(part, use_reentrant=False))
             else:
-                parts.append(part(first, at))
-        return torch.stack(parts).sum() / (~hidden).expand(x.shape[:2]).sum().clamp(min=1)
+                parts.append(part())
+        return torch.stack(parts).sum() / (~own).expand(x.shape[:2]).sum().clamp(min=1)
 
     def _check(self, x: Tensor, tables: Tables | None) -> None:
         width = self.key.in_features
@@ -246,6 +258,14 @@ class Indexer(nn.Module):
                     f"channels up to head_dim={self.head_dim}; got shape {tuple(table.shape)}"
                 )
 
+    def _check_keys(self, x: Tensor, keys: Tensor) -> None:
+        batch, new, _ = x.shape
+        if keys.dim() != 3 or keys.shape[::2] != (batch, self.head_dim) or keys.shape[1] < new:
+            raise ValueError(
+                f"keys must be (batch={batch}, seq, head_dim={self.head_dim}) with a seq of at least {new}, the tokens "
+                f"of x; got shape {tuple(keys.shape)}"
+            )
+
     def _divergence(
         self,
         x: Tensor,
@@ -258,11 +278,12 @@ class Indexer(nn.Module):
         first: int,
         at: slice,
     ) -> Tensor:
-        """Return KL(p_t || softmax index(t, ·)), summed over batch and queries t in `at`; p_t is the mean over heads of
-        the attention's probabilities. A hidden query sees itself alone, so its part is 0."""
+        """Return KL(p_t || softmax index(t, ·)), summed over batch and queries t; p_t is the mean over heads of the
+        attention's probabilities. A hidden query sees itself alone, so its part is 0. x, q and tables are those of the
+        queries t, which are the tokens `at`."""
         index = self._index(x, tables, key, first, at, sample)
         with torch.no_grad(), without_autocast(q):
-            query = q[:, at].to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
+            query = q.to(index.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
             score = query @ k[:, first : at.stop].to(index.dtype).permute(0, 2, 3, 1)[:, :, None] * scale
             wanted = score.masked_fill_(index[:, None, None] == -torch.inf, -torch.inf).softmax(-1).mean((1, 2))
         told = index.log_softmax(-1).masked_fill(wanted == 0, 0.0)  # 0 where a token is not seen, not 0 times -inf
@@ -270,9 +291,10 @@ class Indexer(nn.Module):
 
     def _index(self, x: Tensor, tables: Tables | None, key: Tensor, first: int, at: slice, sample: Tensor) -> Tensor:
         """Return the scores index(t, s) of queries t in `at` and keys s in [first, at.stop), `(batch, queries, keys)`;
-        -inf where s > t or s is of another sample. `key` is from `_keys`, `sample` from `_samples`."""
+        -inf where s > t or s is of another sample. x and tables are those of the queries; `key` is from `_keys`,
+        `sample` from `_samples`."""
         before = slice(first, at.stop)
-        index = self._scores(x[:, at], tables_at(tables, at), key[:, before])
+        index = self._scores(x, tables, key[:, before])
         token = torch.arange(at.stop, device=x.device)
         seen = (token[first:] <= token[at, None]) & (sample[:, None, before] == sample[:, at, None])
         return index.masked_fill(~seen, -torch.inf)
