@@ -131,7 +131,7 @@ def hear(transport: str):
         raise RuntimeError("a neighbour is lost")
 
     if dist.get_rank() == CULPRIT:
-        Link.exchange = Link.gather = fail
+        Link.exchange = Link.gather = Link.post = fail
     answer = report("a failure", transport)
     if dist.get_rank() == CULPRIT:
         time.sleep(20)  # its end would tell the others
@@ -139,7 +139,7 @@ def hear(transport: str):
 
 
 def test_a_rank_hears_of_a_failure_from_the_one_that_has_seen_it() -> None:
-    worlds = {t: processes.World(SIZE, hear, t, timeout=60) for t in ("exchange", "all_gather")}
+    worlds = {t: processes.World(SIZE, hear, t, timeout=60) for t in (*TRANSPORTS, "all_gather")}
     for transport, world in worlds.items():
         outcomes = world.outcomes(15, SURVIVORS)
         for rank in SURVIVORS:

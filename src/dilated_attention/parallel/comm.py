@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 import time
 import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -132,8 +133,7 @@ class Transfer:
         """Wait for the transfer, check the seal of each message (`Link.received`), and return the receive buffer."""
         begin = time.perf_counter()
         with self.link.guard(self.what):
-            for work in self.works:
-                self.link.wait(work, collective=self.seal[1] % 2 == 0)
+            self.link.wait(self.works, collective=self.seal[1] % 2 == 0)
         self.link.traffic.waited += time.perf_counter() - begin
         self.link.received(self)
         return self.buffer
@@ -274,7 +274,7 @@ class Link:
         words = torch.tensor([mine, -mine, self._number, int(flag)], device=device)
         texts = [text]
         with self.guard("while comparing arguments"):
-            self.wait(dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group, async_op=True), collective=True)
+            self.wait([dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group, async_op=True)], collective=True)
             largest, smallest, self._attempt, any_flag = words.tolist()
             if largest != -smallest:
                 texts *= self.size
@@ -380,7 +380,7 @@ class Link:
     def agreed_seed(self, seed: Tensor) -> Tensor:
         """Write the greatest of all ranks' seeds of dropout into `seed`, and return it."""
         with self.guard("while agreeing on the seed of dropout"):
-            self.wait(dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.group, async_op=True), collective=True)
+            self.wait([dist.all_reduce(seed, op=dist.ReduceOp.MAX, group=self.group, async_op=True)], collective=True)
         return seed
 
     def swap(self, send: Tensor, sent: Framing, received: Framing, what: str, buffer: Tensor | None = None) -> Transfer:
@@ -419,13 +419,17 @@ class Link:
     def post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
         return dist.batch_isend_irecv(operations)
 
-    def wait(self, work: dist.Work, collective: bool) -> None:
-        """Wait for an operation; raise an error if another rank reports that its exchange failed, or that it refuses
-        the call, since it will send nothing more.
+    def wait(self, works: Sequence[dist.Work], collective: bool) -> None:
+        """Wait for operations; raise an error if another rank reports that its exchange failed, or that it refuses the
+        call, since it will send nothing more."""
+        if dist.get_backend(self.group) == "gloo" and not collective:
+            self._wait_once(works)
+            return
+        for work in works:
+            self._wait_again(work)
 
-        A point-to-point operation of gloo can be waited for only once, so its report comes with the group's timeout.
-        """
-        while collective and dist.get_backend(self.group) == "gloo" and not work.is_completed():
+    def _wait_again(self, work: dist.Work) -> None:
+        while dist.get_backend(self.group) == "gloo" and not work.is_completed():
             try:
                 work.wait(timedelta(seconds=_ROLL_CALL_SECONDS))
             except RuntimeError:
@@ -435,6 +439,33 @@ class Link:
                 if report:
                     raise RuntimeError(report) from None
         work.wait()
+
+    def _wait_once(self, works: Sequence[dist.Work]) -> None:
+        """Wait for point-to-point operations of gloo. One can be waited for only once: a timeout ends all connections.
+
+        So this rank waits for as long as it takes, while another thread reads the reports (`_watch`).
+        """
+        _start_watching()
+        _waiting[self] = time.monotonic()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            report = presence.within(_ROLL_CALL_SECONDS, self._report)
+            raise RuntimeError(report or str(error)) from error
+        finally:
+            del _waiting[self]
+
+    def stop_waiting(self) -> None:
+        """Make the operations fail that this rank waits for, if another rank reports that they are in vain."""
+        if not presence.within(_ROLL_CALL_SECONDS, self._report):
+            return
+        for peer in range(self.size):
+            if peer == self.rank:
+                continue
+            with suppress(RuntimeError):  # the connection to this peer has ended, or now all of them have
+                late = self.group.recv([torch.empty(1)], peer, 1)  # which nobody sends
+                late.wait(timedelta(milliseconds=1))
 
     def _report(self) -> str:
         """Return why this rank waits in vain, as other ranks have written to the store; "" if it may not."""
@@ -626,6 +657,24 @@ def _differing(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     if functions.count(functions[0]) < len(facts):
         facts = functions
     return presence.differences(facts, ranks)
+
+
+_waiting: dict[Link, float] = {}
+"""The links whose rank waits for point-to-point operations of gloo, and since when."""
+
+
+@cache
+def _start_watching() -> None:
+    threading.Thread(target=_watch, daemon=True).start()
+
+
+def _watch() -> None:
+    """Look once a second after ranks that have waited for a second. (A thread per wait cost 0.3 ms.)"""
+    while True:
+        time.sleep(_ROLL_CALL_SECONDS)
+        for link, since in list(_waiting.items()):
+            if time.monotonic() - since > _ROLL_CALL_SECONDS:
+                link.stop_waiting()
 
 
 _links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionary()
