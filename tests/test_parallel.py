@@ -154,18 +154,40 @@ def run_cases(names, is_causal: bool, dtypes):
     return answers
 
 
-PAIRS = {  # case: options of the call
+def bigbird(heads: int, batch: int, seq_len: int, block_size, seed: int = 0) -> BlockLayout:
+    """Local, global and random blocks, other random ones for every head and batch element."""
+    window = BlockLayout.longformer(seq_len, 20, 3, block_size).dense_blocks()
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(batch, heads, *window.shape[2:], generator=generator) < 0.15
+    return BlockLayout.from_mask(window | drawn, seq_len, block_size)
+
+
+@cache
+def local(length: int) -> BlockLayout:
+    return BlockLayout.local(length, 20, 16)
+
+
+@cache
+def random(length: int) -> BlockLayout:
+    return BlockLayout.random(length, 0.4, 3, 16)
+
+
+PAIRS = {  # case: options of the call; another pattern than the case's
     "geometric": {"key_padding_mask": True, "dropout_p": 0.3},
     "grouped queries": {"key_padding_mask": True, "dropout_p": 0.3},
     "zero keys": {"dropout_p": 0.3},
     "uneven shards": {"key_padding_mask": True, "dropout_p": 0.3},
     "padded batch": {"key_padding_mask": True},
     "packed batch": {"key_padding_mask": True, "dropout_p": 0.3},
+    "straddling": {"pattern": bigbird(8, 2, 250, (32, 16)), "key_padding_mask": True, "dropout_p": 0.3},
+    "head groups": {"pattern": Dilated((48, 150), (1, 2)) * random, "key_padding_mask": True, "dropout_p": 0.3},
 }
 
 
 def pairs_call(name: str, tensors, own: slice, is_causal: bool, rank: int, **options):
     case, asked = CASES[name], dict(PAIRS[name])
+    pattern = Dilated(case.segments, case.rates, case.offsets, case.head_groups, case.compat)
+    pattern = asked.pop("pattern", pattern)
     if "key_padding_mask" in asked:
         mask = torch.rand(case.batch, case.seq_len, generator=torch.Generator().manual_seed(2)) < 0.3
         mask[0, : case.seq_len // 3] = True  # more than one shard of three
@@ -173,7 +195,7 @@ def pairs_call(name: str, tensors, own: slice, is_causal: bool, rank: int, **opt
     torch.manual_seed(rank)  # the ranks draw different seeds
     return attention(
         *tensors,
-        Dilated(case.segments, case.rates, case.offsets, case.head_groups, case.compat),
+        pattern,
         is_causal=is_causal,
         lengths=None if case.lengths is None else torch.tensor(case.lengths),
         cu_seqlens=None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens),
@@ -268,24 +290,6 @@ def check_traffic(case: Case, size: int, is_causal: bool, transport: str, dtype:
         assert (backward.bytes_sent, backward.bytes_received) == returned
         assert (forward.messages_sent, forward.messages_received) == (plan.peers_sent, plan.peers_received)
         assert forward.rounds == plan.rounds
-
-
-def bigbird(heads: int, batch: int, seq_len: int, block_size, seed: int = 0) -> BlockLayout:
-    """Local, global and random blocks, other random ones for every head and batch element."""
-    window = BlockLayout.longformer(seq_len, 20, 3, block_size).dense_blocks()
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(batch, heads, *window.shape[2:], generator=generator) < 0.15
-    return BlockLayout.from_mask(window | drawn, seq_len, block_size)
-
-
-@cache
-def local(length: int) -> BlockLayout:
-    return BlockLayout.local(length, 20, 16)
-
-
-@cache
-def random(length: int) -> BlockLayout:
-    return BlockLayout.random(length, 0.4, 3, 16)
 
 
 # name: (pattern, seq_len, query heads, key-value heads, batch, lengths, cu_seqlens)

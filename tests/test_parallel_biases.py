@@ -27,6 +27,12 @@ PATTERNS = {
     "padded": (Dilated((11, 45), (1, 2)), {"lengths": torch.tensor([45, 20])}),
     "packed": (Window(12), {"cu_seqlens": torch.tensor([0, 17, 45]), "is_causal": True}),
     "sum": (Window(3, 3) + Dilated((45,), (4,)), {"softcap": 2.0}),
+    "blocks": (
+        BlockLayout.from_mask(torch.rand(2, 6, 12, 8, generator=torch.Generator().manual_seed(3)) < 0.4, 45, (4, 6)),
+        {"is_causal": True, "lengths": torch.tensor([45, 20])},
+    ),
+    "bits": (BlockLayout.from_mask_mod(lambda b, h, i, j: (i - j).abs() % 3 != 1, 45, block_size=8), {}),
+    "product": (Dilated((20, 45), (1, 2)) * (lambda rows: BlockLayout.random(rows, 0.5, 3, 4)), {}),
 }
 BOUNDS = {2: (0, 31, SEQ_LEN), 3: (0, 19, 19, SEQ_LEN)}  # uneven shards, an empty one
 
@@ -111,6 +117,7 @@ def cases_of(size: int) -> list[tuple[str, str, torch.dtype, str]]:
             if transport != "ulysses" or form not in ("query", "pair"):
                 cases.append((form, first, torch.float64, transport))
         cases.append((form, second, torch.float32, "auto"))
+    cases += [(form, name, torch.float64, "auto") for form, name in (("query", "product"), ("pair", "blocks"))]
     return cases
 
 
@@ -150,7 +157,6 @@ def run_options() -> tuple[np.ndarray | None, np.ndarray]:
         (window, RelativeBias(torch.zeros(2, 3 + 2 * rank)), {}, "tensors of the bias"),
         (window, torch.zeros(1, 1, 8, 8), {}, r"bias must have shape \(1, 1 or 2, 8, 16\); got .*\(1, 1, 8, 8\)"),
         (window, torch.zeros(1, 1, 8, 16), {"transport": "ulysses"}, "by pair stays with its queries; use transport="),
-        (BlockLayout.local(16, 4, 4), Alibi(torch.ones(2)), {}, "bias with a mesh and a block layout is not supported"),
     ]
     for pattern, bias, others, words in wrong:
         group = dist.new_group([0, 1])

@@ -1395,27 +1395,6 @@ def _(told, mesh):
     same(whole(out, mesh), oracle(q, k, v, key_padding_mask=hidden))
 
 
-@remedy("for padding after the tokens give lengths", ON_TWO_RANKS)
-def _(told, mesh):
-    q, k, v = tensors(batch=2)
-    mine, hidden = [shard(x, mesh) for x in (q, k, v)], torch.arange(16) >= torch.tensor([[16], [11]])
-    pattern = Dilated((16,), (1,)) * (lambda length: BlockLayout.local(length, 5, 4))
-    for each in (pattern, BlockLayout.local(16, 5, 4)):
-        with told():
-            attention(*mine, each, mesh=mesh, key_padding_mask=shard(hidden, mesh))
-    out = whole(attention(*mine, BlockLayout.local(16, 5, 4), mesh=mesh, lengths=[16, 11]), mesh)
-    same(out[~hidden], oracle(q, k, v, BlockLayout.local(16, 5, 4), key_padding_mask=hidden)[~hidden])
-
-
-@remedy("train with dropout_p=0.0", ON_TWO_RANKS)
-def _(told, mesh):
-    q, k, v = tensors()
-    mine, layout = [shard(x, mesh) for x in (q, k, v)], BlockLayout.local(16, 5, 4)
-    with told():
-        attention(*mine, layout, mesh=mesh, dropout_p=0.5)
-    same(whole(attention(*mine, layout, mesh=mesh, dropout_p=0.0), mesh), oracle(q, k, v, layout))
-
-
 @remedy("pack the batch: cu_seqlens", ON_TWO_RANKS)
 def _(told, mesh):
     q, k, v = tensors(batch=2)

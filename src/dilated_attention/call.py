@@ -541,15 +541,7 @@ def _start(name: str, given: int | None) -> int:
 
 
 def _check_over_ranks(pattern: Pattern, options: Options) -> None:
-    """Refuse what a mesh of several ranks lacks: a layout with dropout, a key mask or a bias, and dropout with
-    lengths."""
-    if isinstance(pattern, (BlockLayout, Product)):
-        _refuse(
-            "with a mesh and a block layout",
-            ("key_padding_mask", options["key_padding_mask"] is not None, "for padding after the tokens give lengths"),
-            ("dropout_p", options["dropout_p"] != 0, "train with dropout_p=0.0"),
-            ("bias", options["bias"] is not None, "compute the call on one device, without mesh"),
-        )
+    """Refuse what a mesh of several ranks lacks: dropout with lengths."""
     padded = options["dropout_p"] and options["lengths"] is not None
     _refuse("with lengths over a mesh", ("dropout_p", padded, "pack the batch: cu_seqlens"))
 

@@ -165,6 +165,11 @@ class _Shrunk:
         """Return the positions of these rows of the crossing segment in the shortened one."""
         return np.searchsorted(self.units, rows // self.unit) * self.unit + rows % self.unit
 
+    @property
+    def rows(self) -> Integers:
+        """Return the row of the crossing segment at each position of the shortened one."""
+        return _rows_in(self.units, self.unit)[: self.size]
+
     def layout(self, heads: int, lists: Integers, entries: Integers) -> BlockLayout:
         """Return the layout over the shortened segment, made of `entries` of the kept query blocks' lists.
 
@@ -251,7 +256,8 @@ def problem(
         slots.append(cells(shrunk.place(rows), np.searchsorted(crossing.heads, heads), count))
 
     shard, shard_stop = sharding.shard(rank)
-    queries = BlockQueries(shrunk.layout(len(listing), lists, entries).to(device), crossing.heads, hidden)
+    of_rows = torch.from_numpy(crossing.keys.start + shrunk.rows * crossing.keys.step).to(device)
+    queries = BlockQueries(shrunk.layout(len(listing), lists, entries).to(device), crossing.heads, hidden, of_rows)
     groups = (StridedGroup(as_rows(mine, shard), as_rows(range(shrunk.size), 0), 0, count, 1, at=(ahead, 0)),)
     plan = Plan(shard_stop - shard, count, groups, covered=False, square=False)
     return Remote(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)

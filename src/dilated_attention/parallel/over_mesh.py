@@ -232,8 +232,9 @@ class _Compute:
             self.bias = biases.Normal(int(call.scores.bias), call.bias, coordinates)
 
     def problem(
-        self, plan: Plan, q: Tensor, queries: Tensor, keys: Tensor, layouts: dict[int, BlockLayout], head: int = 0
-    ) -> Problem:
+        self, plan: Plan, q: Tensor, queries: Tensor, keys: Tensor, layouts: dict[int, BlockLayout], head: int = 0,
+        unseen: Tensor | None = None,
+    ) -> Problem:  # fmt: skip
         """Return the backend's problem for a plan, with the mask, the dropout and the bias of its rows.
 
         Args:
@@ -241,8 +242,12 @@ class _Compute:
             keys: the token of each row and head of k, `(rows, heads or 1)`.
             layouts: block layouts inside segments, by their length in rows; empty without block layouts.
             head: the index of q's first head among the call's heads.
+            unseen: the rows of k that no query sees besides those of the mask, bool `(rows,)`; None: there are none.
         """
         hidden = None if self.hidden is None else self.hidden[:, keys]
+        if unseen is not None:
+            others = unseen[None, :, None]
+            hidden = others if hidden is None else hidden | others
         first_head = self.call.first_head + head
         attributes = attributes_of(
             len(q), q.shape[2], queries, keys, hidden=hidden, seed=self.seed, first_head=first_head
@@ -263,10 +268,17 @@ class _Compute:
             keys = self.tokens[:, None] if part.tokens is None else part.tokens
             return self.problem(part.plan, self.q, self.tokens, keys, self.layouts)
         layout = part.queries.layout
-        of_keys = {}
-        if part.queries.hidden is not None:
-            of_keys["hidden"] = part.queries.hidden[None, :, None]
-        return Problem(part.plan, self.call.backend_scores, Attributes({}, of_keys), {layout.seq_len: layout})
+        problem = self.problem(
+            part.plan, self.q, self.tokens, part.queries.tokens[:, None], {layout.seq_len: layout},
+            unseen=part.queries.hidden,
+        )  # fmt: skip
+        heads = self._heads(part)
+        if heads is None:
+            return problem
+        of_queries = {}
+        for name, x in problem.attributes.queries.items():
+            of_queries[name] = x if x.shape[2] == 1 else x.index_select(2, heads)
+        return replace(problem, attributes=Attributes(of_queries, problem.attributes.keys))
 
     def forward(self, part: parts.Part, state: State | None) -> State:
         """Compute a part and return the running (out, lse) `state` with it merged in. None: it is the first part."""

@@ -265,15 +265,17 @@ class BlockQueries:
         heads: KV heads, in the order of the problem's heads.
         hidden: bool `(rows,)`, True for keys that lie in a listed block but outside the token ranges that this problem
             attends; None if there are none.
+        tokens: int64 `(rows,)`, the global token of each key.
     """
 
     layout: BlockLayout
     heads: tuple[int, ...]
     hidden: Tensor | None
+    tokens: Tensor
 
     @property
     def nbytes(self) -> int:
-        return self.layout.nbytes
+        return self.layout.nbytes + self.tokens.nbytes
 
 
 @dataclass(frozen=True)

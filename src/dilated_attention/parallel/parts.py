@@ -28,8 +28,8 @@ class Part:
 
     Attributes:
         queries: with a block layout, what the queries of a crossing segment see; else None.
-        tokens: `(rows, heads)`, the global token of each key, for the key mask and dropout; None: the shard's tokens,
-            or `queries` is given: block layouts over a mesh have neither mask nor dropout.
+        tokens: `(rows, heads)`, the global token of each key, for the key mask, dropout and biases; None: the shard's
+            tokens, or `queries` has them.
     """
 
     keys: Tensor
