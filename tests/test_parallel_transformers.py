@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import time
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
     BertConfig,
     BertForSequenceClassification,
     BertModel,
@@ -54,7 +57,7 @@ from dilated_attention.parallel import cp_mean, set_context_parallel, shard_sequ
 from dilated_attention.parallel import exchange_plan as plan_of_call
 from dilated_attention.parallel.comm import link_of
 from dilated_attention.torch_internals import rendezvous_store
-from test_own_attention import _images, _prefix
+from test_own_attention import SMALL_VISION, _images, _prefix
 from tolerances import relative_error
 from transformers_families import CHOOSING, FAMILIES, FULL, build
 from transformers_families import SMALL as SMALL_OF_FAMILIES
@@ -741,6 +744,34 @@ class OwnLoss(LlamaForCausalLM):
         return out
 
 
+def images_in_places(model: nn.Module, types: Tensor, weights: Tensor, mesh: Any) -> float:
+    """Compare a model that is given the pixels of three images, whose tokens shard edges cut, in training."""
+    places = torch.zeros(2, TOKENS, dtype=torch.bool)
+    for row, first in ((0, 12), (0, 30), (1, 25)):
+        places[row, first : first + 4] = True
+    tokens = torch.randint(1, 90, places.shape, generator=torch.Generator().manual_seed(1)).masked_fill(places, 96)
+    pixels = torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": tokens, "labels": tokens, "token_type_ids": places.long(), "pixel_values": pixels}
+    if model.config.model_type == "paligemma":
+        batch["token_type_ids"] = types
+    if model.config.model_type == "mistral3":
+        batch["image_sizes"] = torch.tensor([[28, 28]] * 3)
+    kept = torch.ones(2, TOKENS, dtype=torch.bool)
+    model.train()
+    right = results_of(model, batch, kept, weights)
+    assert any("vision_tower" in name for name in right["gradients"])
+    set_context_parallel(model, mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = shard_batch(batch, mesh)
+    found = error(results_of(model, own, kept, weights, mesh), right)
+    with pytest.raises(ValueError, match="the ranks hold 12 image tokens, and pixel_values give 8: pass the images of"):
+        model(**own | {name: own[name][:2] for name in ("pixel_values", "image_sizes") if name in own})
+    set_context_parallel(model, None)
+    model.eval()
+    return found
+
+
 def blocks_of_tokens() -> dict[str, float]:
     """Compare a prefix and images that shard edges cut, beside padding. One rank may hold no image."""
     mesh = mesh_of_all()
@@ -762,6 +793,7 @@ def blocks_of_tokens() -> dict[str, float]:
             set_context_parallel(model, mesh)
             answers[f"{name}, {words}"] = error(results_of(model, shard_batch(batch, mesh), kept, own, mesh), right)
             set_context_parallel(model, None)
+        answers[f"{name}, pixels"] = images_in_places(model, types, weights, mesh)
     set_context_parallel(model, mesh)
     batch = {"input_ids": tokens, "token_type_ids": types, "position_ids": torch.arange(tokens.shape[1])[None] % 20}
     with pytest.raises(UnsupportedError, match=r"a prefix or images over a mesh, .* leave the mesh out"):
@@ -771,7 +803,41 @@ def blocks_of_tokens() -> dict[str, float]:
 
 def test_blocks_of_tokens():
     for answers in processes.run(3, blocks_of_tokens):
-        assert len(answers) == 6
+        assert len(answers) == 8
+        assert max(answers.values()) <= EXACT, answers
+
+
+def other_models_of_images() -> dict[str, float]:
+    """Compare models of images whose image tokens see what other tokens see."""
+    text = {**SMALL, "head_dim": 8, "num_key_value_heads": 2}
+    clip = {"model_type": "clip_vision_model", "projection_dim": 32, **SMALL_VISION}
+    siglip = {"model_type": "siglip_vision_model", **SMALL_VISION}
+    pixtral = {"model_type": "pixtral", "head_dim": 8, **SMALL_VISION}
+    internvl = {**SMALL_VISION, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]}
+    last = {"vision_feature_layer": -1}
+    configurations = {
+        "llava": ("llama", clip, last),
+        "internvl": ("qwen2", internvl, {"downsample_ratio": 1.0, "image_seq_length": 4}),
+        "aya_vision": ("cohere2", siglip, {"downsample_factor": 1, **last}),
+        "mistral3": ("mistral", pixtral, {"spatial_merge_size": 1, **last}),
+    }
+    answers = {}
+    weights = torch.randn(2, TOKENS, 1024, generator=torch.Generator().manual_seed(2))
+    for kind, (language, vision, more) in configurations.items():
+        config = CONFIG_MAPPING[kind](
+            text_config={"model_type": language, **text}, vision_config=vision, image_token_id=96, **more
+        )
+        config._attn_implementation = NAME
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config).eval()
+        answers[kind] = images_in_places(model, torch.zeros(2, TOKENS), weights, mesh_of_all())
+    return answers
+
+
+@pytest.mark.thorough
+def test_other_models_of_images():
+    for answers in processes.run(3, other_models_of_images):
+        assert len(answers) == 4
         assert max(answers.values()) <= EXACT, answers
 
 

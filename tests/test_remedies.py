@@ -288,6 +288,8 @@ FOLLOWED_ELSEWHERE = {
         "test_parallel_transformers.py::test_advice",
     "embed them before, and give inputs_embeds":
         "test_parallel_transformers.py::test_other_models",
+    "pass the images of the whole batch on every rank":
+        "test_parallel_transformers.py::test_blocks_of_tokens",
     "embed it before, and give inputs_embeds":
         "test_parallel_transformers.py::test_advice",
     "the balance loss of experts is a mean over all tokens; leave it out":

@@ -58,6 +58,7 @@ class OverRanks:
         is_dilated: whether some layer has a dilated pattern.
         chooses: whether some layer lists the keys of each query.
         runs_are_blocks: which marked tokens see one another, as `Probe` found.
+        takes_images: whether the model takes images beside tokens.
         left_sums: whether a forward returned the losses of this rank's tokens, for the caller to add up.
         kept: where a forward leaves the keys of this rank that later tokens see, by layer; None: nowhere.
     """
@@ -69,6 +70,7 @@ class OverRanks:
     is_dilated: bool
     chooses: bool
     runs_are_blocks: bool | None
+    takes_images: bool
     left_sums: bool = False
     kept: dict[nn.Module, Keys] | None = None
 

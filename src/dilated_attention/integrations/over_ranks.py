@@ -53,6 +53,11 @@ _REFUSED_ARGUMENTS = {
 }
 
 
+_TAKE_IMAGES = {"aya_vision", "gemma3", "internvl", "llava", "mistral3", "paligemma"}
+"""Types of models that put the embeddings of all images, in their order, in the places of image tokens, and do nothing
+else with them (`_with_own_images`)."""
+
+
 def set_over_ranks(
     model: PreTrainedModel, mesh: Mesh | None, transport: str = "auto", layer: str = "", seq_len: int | None = None
 ) -> None:
@@ -75,8 +80,9 @@ def set_over_ranks(
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     is_dilated = any(getattr(part.config, NAME, None) is not None for part in parts)
     over = OverRanks(
-        held, transport, seq_len, found.finds_packed, is_dilated, bool(found.indexers), found.runs_are_blocks
-    )
+        held, transport, seq_len, found.finds_packed, is_dilated, bool(found.indexers), found.runs_are_blocks,
+        model.config.model_type in _TAKE_IMAGES and hasattr(model, "get_image_features"),
+    )  # fmt: skip
     for module, name in found.layers.items():
         module.__dict__[LAYER] = name
         if "get_seq_length" in inspect.getsource(type(module).forward):
@@ -90,6 +96,8 @@ def set_over_ranks(
                 module.register_forward_hook(_cut)
     for part in parts:
         part.__dict__[_OVER] = over
+        if not any(module in found.layers for module in part.modules()):
+            continue  # an encoder of images: each rank runs it on all of them
         _hook(part, _enter)
         if _leave not in part._forward_hooks.values():
             part.register_forward_hook(_leave, with_kwargs=True, always_call=True)
@@ -164,7 +172,7 @@ def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Fo
     inputs = given.get("input_ids")
     if inputs is None:
         inputs = given.get("inputs_embeds")
-    problem = _problem(model, inputs, given)
+    problem = _problem(model, over, inputs, given)
     mask = given.get("attention_mask")
     positions = given.get("position_ids")
     wants_loss = given.get("labels") is not None or given.get("shift_labels") is not None
@@ -197,6 +205,8 @@ def _begun(model: nn.Module, over: OverRanks, given: dict[str, Any]) -> tuple[Fo
         places = link.whole(counted.T.contiguous(), bounds, "while gathering position_ids").T.cpu()
         forward.places = places
         forward.samples = [[0, *_restarts(row), forward.seq_len] for row in places]
+    if given.get("pixel_values") is not None:
+        given = _with_own_images(model, forward, given)
     if over.is_dilated:
         _require_dilatable(forward)
 
@@ -281,13 +291,15 @@ def _require_dilatable(forward: Forward) -> None:
         )
 
 
-def _problem(model: nn.Module, inputs: Any, given: Mapping[str, Any]) -> str | None:
+def _problem(model: nn.Module, over: OverRanks, inputs: Any, given: Mapping[str, Any]) -> str | None:
     """Return why this rank's arguments are refused; None: they are not. inputs: its tokens or embeddings."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         return "give input_ids or inputs_embeds, (batch, shard, ...)"
     for name, remedy in _REFUSED_ARGUMENTS.items():
         value = given.get(name)
-        if value is not None and value is not False:
+        if value is None or value is False:
+            continue
+        if name != "pixel_values" or not over.takes_images or given.get("input_ids") is None:
             return f"{name} over a mesh is not supported: {remedy}"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         return f"config.output_router_logits over a mesh: {_REFUSED_ARGUMENTS['output_router_logits']}"
@@ -311,6 +323,34 @@ def _problem(model: nn.Module, inputs: Any, given: Mapping[str, Any]) -> str | N
     if shifted is not None and kind in NOT_SHIFTED:
         return f"shift_labels for {type(model).__name__}, which does not shift: shard_batch(..., shift=False)"
     return None
+
+
+def _with_own_images(model: Any, forward: Forward, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward with the embeddings of this rank's image tokens in place of the images, which
+    each rank embeds by the model's own code."""
+    link = forward.over.link
+    own = given["input_ids"] == model.config.image_token_id
+    link.enter("image tokens")
+    every = link.whole(own.T.contiguous(), forward.bounds, "while gathering image tokens").T
+    try:
+        names = inspect.signature(model.get_image_features).parameters
+        features = model.get_image_features(**{name: given[name] for name in names if name in given}, return_dict=True)
+    except BaseException as error:
+        link.leave(str(error))
+        raise
+    rows = features.pooler_output
+    is_list = isinstance(rows, (list, tuple))
+    rows = torch.cat(list(rows)) if is_list else rows.flatten(0, 1)
+    if int(every.sum()) != len(rows):
+        raise ValueError(
+            f"{type(model).__name__} over a mesh: the ranks hold {int(every.sum())} image tokens, and pixel_values "
+            f"give {len(rows)}: pass the images of the whole batch on every rank"
+        )
+    number = every.flatten().cumsum(0).view(every.shape) - 1  # the images' rows go to image tokens, text by text
+    rows = rows[number[:, forward.start : forward.stop][own]]
+    features.pooler_output = [rows] if is_list else rows[None]
+    del given["pixel_values"]
+    return {**given, "mm_encoder_outputs": {"image": features}}
 
 
 def _counted(positions: Tensor, batch: int) -> Tensor | None:

@@ -83,7 +83,7 @@ def shard_batch(
     - `shift_labels`, the label of each token's successor, which may lie on the next rank.
     - `num_items_in_batch`, the number of labels on all ranks.
 
-    A warning names what was not cut.
+    `pixel_values` and `image_sizes` stay whole: each rank embeds all images. A warning names what else was not cut.
 
     Args:
         batch: `input_ids` or `inputs_embeds`, `(batch, seq, ...)`, and what a tokenizer or collator gives beside them.
@@ -118,6 +118,8 @@ def shard_batch(
             found[name] = x
         elif name == "position_ids":
             found[name] = shard_sequence(x, mesh, x.ndim - 1)
+        elif name in ("pixel_values", "image_sizes"):
+            found[name] = x
         elif x.ndim > 1 and x.shape[0] in (1, rows) and x.shape[1] == seq_len:
             found[name] = x[:, start:stop]
         else:
