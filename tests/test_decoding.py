@@ -132,25 +132,22 @@ def test_lower_precision_keeps_its_dtype(dtype):
     torch.testing.assert_close(last, whole[:, -3:], rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
 
 
-@pytest.mark.parametrize("pattern", [Window(9), BlockLayout.local(40, 9, 8), Window(3) + Dilated((16,), (2,))])
+@pytest.mark.parametrize(
+    "pattern",
+    [Window(9), BlockLayout.local(40, 9, 8), Window(3) + Dilated((16,), (2,)),
+     Dilated((16, 40), (1, 2)) * (lambda n: BlockLayout.local(n, 5, 4))],
+)  # fmt: skip
 def test_the_newest_tokens_of_other_patterns(pattern):
     q, k, v = tensors(40, 4, 2)
     whole = attention(q, k, v, pattern, is_causal=True)
     torch.testing.assert_close(cached_attention(q[:, -3:], k, v, pattern), whole[:, -3:], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("attend", "of_product"),
-    [
-        (cached_attention, "a product with q_start or k_start is not supported"),
-        (first_token_attention, "pattern must be a Dilated; got Product: give attention"),
-    ],
-)
-def test_refusals(attend, of_product):
+@pytest.mark.parametrize("attend", [cached_attention, first_token_attention])
+def test_refusals(attend):
     q, k, v = tensors(8, 2, 2)
     q = q[:, :1]
     pattern = Dilated((4,), (1,))
-    product = pattern * (lambda n: BlockLayout.local(n, 2, 4))
     for arguments, word in (
         ((q[:1], k, v, pattern), "agree in batch"),
         ((q, k, v[:, :4], pattern), r"k and v must .* \(2, 4, 2, 8\)"),
@@ -160,10 +157,11 @@ def test_refusals(attend, of_product):
         ((None, k, v, pattern), "q must be a torch.Tensor; got NoneType"),
         ((q[0], k, v, pattern), r"q must have 4 dimensions, .*; got shape \(1, 2, 8\)"),
         ((q, k.to("meta"), v, pattern), "on one device; got k on meta"),
-        ((q, k, v, product), of_product),
     ):
         with pytest.raises(ValueError, match=word):
             attend(*arguments)
+    with pytest.raises(ValueError, match="pattern must be a Dilated; got Product: give attention"):
+        first_token_attention(q, k, v, pattern * (lambda n: BlockLayout.local(n, 2, 4)))
     with pytest.raises(ValueError, match=r"scale must be a finite number.*got nan"):
         attend(q, k, v, pattern, scale=float("nan"))
 

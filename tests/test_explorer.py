@@ -99,10 +99,14 @@ def layout(state: State, length: int) -> BlockLayout:
 def expected(state: State) -> torch.Tensor:
     """The library's count matrix, (heads, queries, keys)."""
     pattern, seq_len = dilated(state), int(state["n"])
-    visible: Callable[[int], torch.Tensor] | None = None
+    visible: Callable[[int, slice, slice], torch.Tensor] | None = None
     if state["kind"] != "dilated":
-        nothing = torch.zeros(1, 0, 0, dtype=torch.bool)
-        visible = functools.cache(lambda rows: layout(state, rows).dense_mask()[0] if rows else nothing)
+        whole = functools.cache(lambda count: layout(state, count).dense_mask()[0])
+
+        def shown(count: int, rows: slice, columns: slice) -> torch.Tensor:
+            return whole(count)[:, rows, columns]
+
+        visible = shown
     return count_matrix(
         pattern.segment_lengths,
         pattern.dilation_rates,

@@ -2387,14 +2387,16 @@ def _(told):
     torch.testing.assert_close(found, attention(q, k, v, exact, is_causal=True)[:, 8:])
 
 
-@remedy("give a Dilated, a Window, a BlockLayout or a sum of them")
+@remedy("give the product a BlockLayout, or make one call per sample")
 def _(told):
     q, k, v = tensors()
+    segments = Dilated([8], [1])
     with told():
-        attention(q[:, 8:], k, v, PATTERN * BlockLayout.local(16, 4, 4), is_causal=True, q_start=8)
-    pattern = Window(4) + BlockLayout.local(16, 4, 4)
-    found = attention(q[:, 8:], k, v, pattern, is_causal=True, q_start=8)
-    torch.testing.assert_close(found, attention(q, k, v, pattern, is_causal=True)[:, 8:])
+        attention(q[:, 8:], k, v, segments * (lambda n: BlockLayout.local(n, 4, 4)), q_start=8, lengths=[12])
+    product = segments * BlockLayout.local(8, 4, 4)
+    found = attention(q[:, 8:], k, v, product, q_start=8, lengths=[12])
+    expected = attention(q[:, 8:12], k[:, :12], v[:, :12], segments * (lambda n: BlockLayout.local(n, 4, 4)), q_start=8)
+    torch.testing.assert_close(found[:, :4], expected)
 
 
 @remedy("explain the whole sequence")

@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -424,9 +424,15 @@ def test_what_is_refused():
         attention(q, k, v, Window(3))
     layout = BlockLayout.local(16, 4, 4)
     for pattern, options, error, words in (
-        (Window(3), {"cu_seqlens": torch.tensor([0, 4])}, UnsupportedError, "cu_seqlens with q_start"),
-        (layout, {"cu_seqlens": torch.tensor([0, 4])}, UnsupportedError, "cu_seqlens with q_start"),
-        (Dilated([16], [1]) * layout, {}, UnsupportedError, "a product with q_start"),
+        (Window(3), {"cu_seqlens": torch.tensor([0, 4])}, ValueError, "cu_seqlens are the edges .* got 4 and 16"),
+        (layout, {"cu_seqlens": torch.tensor([0, 4])}, ValueError, "cu_seqlens are the edges .* got 4 and 16"),
+        (Dilated([16], [1]) * layout.prefix(15), {}, ValueError, "for 15 tokens, but a segment has 16"),
+        (
+            Window(3) + Dilated([16], [1]) * (lambda n: layout.prefix(n)),
+            {"lengths": torch.tensor([4])},
+            UnsupportedError,
+            "lengths for a product with a function of layouts with q_start",
+        ),
         (layout, {"k_start": 1}, ValueError, "layout is for 16 tokens, but q or k reaches to position 17"),
         (
             Window(3),
@@ -874,6 +880,137 @@ def test_rows_and_columns_of_a_layout_at_positions(backend, is_causal, block_siz
             (q, k, v), counts, scale=8**-0.5,
         )  # fmt: skip
         assert all(error <= 1 for error in errors.values()), errors
+
+
+def counts_of_product(pattern, heads, queries, keys, is_causal):
+    """Return how often a product shows each key to each query, from its definition: `(heads, queries, keys)` for heads
+    of q, the queries and the keys at positions [start, stop)."""
+    end = queries[1] if is_causal else max(queries[1], keys[1])
+    table = pattern.dilated.offset_table(2)
+    counts = torch.zeros(heads, max(queries[1], keys[1]), max(queries[1], keys[1]), dtype=torch.int32)
+    branches = zip(pattern.dilated.segment_lengths, pattern.dilated.dilation_rates, table, strict=True)
+    for (w, r, offsets), head in product(branches, range(heads)):
+        for start in range(0, end, w):
+            tokens = torch.arange(start + offsets[head * 2 // heads], min(start + w, end))[::r]
+            layout = pattern.layout
+            if len(tokens) and not isinstance(layout, BlockLayout):
+                layout = layout(len(tokens))
+            if len(tokens):
+                shown = layout.prefix(len(tokens)).dense_mask()[0]
+                counts[head, tokens[:, None], tokens] += shown[head if len(shown) > 1 else 0]
+    if is_causal:
+        counts.tril_()
+    return counts[:, slice(*queries), slice(*keys)]
+
+
+def layout_a_head(tokens):
+    return BlockLayout.stack([BlockLayout.random(tokens, 0.5, seed, (3, 4)) for seed in range(4)], over="heads")
+
+
+PRODUCTS = {
+    "a function": Dilated([12, 40], [1, 3]) * (lambda n: BlockLayout.local(n, 5, 4)),
+    "lists a head": Dilated([9, 30], [1, 2]) * layout_a_head,
+    "causal": Dilated([12, 40], [1, 3]) * (lambda n: BlockLayout.local(n, 5, (2, 4), is_causal=True)),
+    "masks of bits": Dilated([24], [2]) * BlockLayout.from_mask(torch.rand(12, 12) < 0.6, 12, (4, 3)),
+    "one layout": Dilated([16, 32], [1, 2]) * BlockLayout.random(16, 0.6, 0, 4),
+    "one segment": Dilated([10**9], [1]) * BlockLayout.random(200, 0.3, 0, (8, 16)),
+}
+SIDES = [
+    ((0, 50), (0, 50)), ((49, 50), (0, 50)), ((70, 71), (8, 71)), ((5, 33), (20, 47)), ((90, 92), (0, 60)),
+    ((3, 4), (70, 90)), ((12, 12), (0, 30)), ((12, 19), (4, 4)), ((11, 60), (13, 14)), ((40, 41), (0, 100)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_at_positions(name, is_causal, backend):
+    """Each result is judged on the float64 oracle of the dense definition, gradients included."""
+    pattern = PRODUCTS[name]
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    for queries, keys in SIDES:
+        q, k, v = (
+            torch.randn(2, n, h, 8, dtype=dtype)
+            for n, h in ((queries[1] - queries[0], 4), *((keys[1] - keys[0], 2),) * 2)
+        )
+        counts = counts_of_product(pattern, 4, queries, keys, is_causal)
+        if not q.numel() or not k.numel():
+            out, lse = attention(
+                q,
+                k,
+                v,
+                pattern,
+                is_causal=is_causal,
+                q_start=queries[0],
+                k_start=keys[0],
+                backend=backend,
+                return_lse=True,
+            )
+            assert out.shape == q.shape
+            assert not out.any()
+            assert (lse == -math.inf).all()
+            continue
+        errors = excesses(
+            lambda q, k, v, at=(queries[0], keys[0]): attention(
+                q, k, v, pattern, is_causal=is_causal, q_start=at[0], k_start=at[1], backend=backend, return_lse=True
+            ),
+            (q, k, v), counts, scale=8**-0.5,
+        )  # fmt: skip
+        assert all(error <= 1 for error in errors.values()), (queries, keys, errors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_product_of_one_segment_is_its_layout(backend):
+    layout = BlockLayout.random(100, 0.4, 0, 8)
+    q, k, v = (torch.randn(3, n, 2, 8) for n in (7, 60, 60))
+    options = {"q_start": 41, "k_start": 5, "lengths": torch.tensor([100, 43, 20]), "backend": backend}
+    for is_causal in (True, False):
+        of_layout = attention(q, k, v, layout, is_causal=is_causal, **options)
+        of_product = attention(q, k, v, Dilated([1 << 40], [1]) * layout, is_causal=is_causal, **options)
+        torch.testing.assert_close(of_product, of_layout, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("starts", [(20, 20), (30, 17), (17, 30)])
+@pytest.mark.parametrize(
+    "pattern",
+    [Window(9), Dilated([16, 64], [1, 2]), LAYOUT | BlockLayout.local(100, 3, 8), PRODUCTS["a function"],
+     PRODUCTS["one layout"], Window(3) + PRODUCTS["lists a head"]],
+)  # fmt: skip
+def test_packed_samples_at_positions(pattern, starts, is_causal, backend):
+    """Each sample has the out, lse and gradients that it has alone, whose queries and keys begin at the same
+    positions; hidden keys and queries with NaN, too."""
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    edges = [0, 25, 25, 26, 66, 81]
+    q, k, v = (torch.randn(1, 81, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+    hidden = torch.rand(1, 81) < 0.3
+    if not isinstance(pattern, Sum):  # on the reference backend its merge would pass NaN on
+        q[:, 40] = q[:, 24] = torch.nan
+    options = {"is_causal": is_causal, "q_start": starts[0], "k_start": starts[1], "backend": backend}
+
+    def results(parts, **more):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        outs = []
+        for part in parts:
+            out, lse = attention(
+                *(x[:, part] for x in leaves),
+                pattern,
+                key_padding_mask=hidden[:, part],
+                return_lse=True,
+                **options,
+                **more,
+            )
+            outs.append((out, lse.transpose(1, 2)))
+        out, lse = (torch.cat(x, 1) for x in zip(*outs, strict=True))
+        finite = out.isfinite().all(-1) & lse.isfinite()
+        loss = out[finite].sin().sum() + lse[finite].square().sum()
+        return out, lse, *torch.autograd.grad(loss, leaves)
+
+    packed = results([slice(None)], cu_seqlens=torch.tensor(edges))
+    alone = results([slice(*x) for x in pairwise(edges)])
+    for found, expected in zip(packed, alone, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 if backend == "cpu" else 1e-12, equal_nan=True)
 
 
 def test_positions_have_a_limit():

@@ -7,7 +7,7 @@ and `execution` (one device) or `parallel.over_mesh` (several ranks) runs it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from dilated_attention.patterns import (
     layout_inside,
     warn_of_unserved,
 )
-from dilated_attention.plan import WHOLE, Branches, Plan, plan_in_layout, plan_of, row_counts
+from dilated_attention.plan import WHOLE, Branches, Plan, plan_of, row_counts
 from dilated_attention.scores import UNIT, ScoreOptions, Scores
 from dilated_attention.torch_internals import in_autocast, in_export, in_torch_func, is_mapped, is_symbol, observed
 
@@ -261,6 +261,11 @@ class Call:
             return self
         checks.mask(k, hidden)
         lengths, cu_seqlens = checks.ragged(q, options["lengths"], options["cu_seqlens"])
+        if cu_seqlens is not None and q.shape[1] != k.shape[1]:
+            raise ValueError(
+                "cu_seqlens are the edges of samples in q and in k, which then have equally many tokens; got "
+                f"{q.shape[1]} and {k.shape[1]}: make one call per sample"
+            )
         return replace(self, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=hidden)
 
     @property
@@ -285,14 +290,21 @@ class Call:
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:
         """Return the plan of one sample on one device; `queries`, `keys`: their numbers, equal by default."""
-        q_start, k_start = self.starts
         keys = queries if keys is None else keys
         if self.layouts and self.placed:
-            if self.is_causal or self.layouts[0].is_causal:  # a cache may not hold later keys yet
-                keys = max(0, min(keys, q_start + queries - k_start))
-            return plan_in_layout(self.starts, queries, keys, len(self.branches.offsets[0]))
-        columns = k_start, k_start + keys
-        return plan_of(self.branches, (q_start, q_start + queries), columns, self.is_causal)
+            return plan_of(self.branches, *self._in_layouts(queries, keys), listed=True)
+        q_start, k_start = self.starts
+        return plan_of(self.branches, (q_start, q_start + queries), (k_start, k_start + keys), self.is_causal)
+
+    def _in_layouts(self, queries: int, keys: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the positions [start, stop) of the queries of a sample, and of its keys that some query may see: a
+        cache, and a layout, may not hold later ones yet."""
+        q_start, k_start = self.starts
+        rows = q_start, q_start + queries
+        k_stop = k_start + keys
+        if self.is_causal or (len(self.layouts) == 1 and self.layouts[0].is_causal):
+            k_stop = max(k_start, min(k_stop, rows[1]))
+        return rows, (k_start, k_stop)
 
     def samples(self, seq_len: int) -> list[tuple[slice, slice]]:
         """Return the (batch, seq) slices of the call's samples. Segments start anew in each sample.
@@ -308,7 +320,9 @@ class Call:
         if self.cu_seqlens is not None:
             longest = max([seq.stop - seq.start for _, seq in samples], default=0)
             for layout in self.layouts:
-                if 0 < longest < layout.seq_len:
+                if self.placed:
+                    self._check_reach(layout, longest, longest)
+                elif 0 < longest < layout.seq_len:
                     raise ValueError(
                         f"layout is for {layout.seq_len} tokens, but the longest sample of cu_seqlens has {longest}: "
                         "every sample uses the lists of the first tokens, so later lists are never used. Give "
@@ -361,7 +375,8 @@ class Call:
         if self.cu_seqlens is not None:
             samples = (0, *[seq.stop for seq in slices])
             if len(layouts) == 1:
-                layouts = tuple([layouts[0].prefix(count) for count in self._counts(slices)])
+                counts = self._counts((seq.stop - seq.start,) * 2 for seq in slices)
+                layouts = tuple([layouts[0].prefix(count) for count in counts])
         return replace(self, shards=replace(shards, samples=samples), layouts=layouts, cu_seqlens=None)
 
     def _with_layouts(
@@ -378,7 +393,7 @@ class Call:
             if self.cu_seqlens is not None or self.placed:
                 seq_len = pattern.seq_len
             pattern.check(self.sample_count(q), seq_len, heads, kv_heads)
-            if self.placed:
+            if self.placed and self.cu_seqlens is None:
                 self._check_reach(pattern, q.shape[1], k.shape[1])
             layouts: tuple[BlockLayout, ...] = (pattern,)
         else:
@@ -393,7 +408,7 @@ class Call:
                     "torch.export of a layout function for any length: no program holds the lists of all lengths; "
                     "export for one length, without dynamic_shapes for seq"
                 )
-            layouts = self._inside(pattern.layout, heads, kv_heads, seq_len)
+            layouts = self._inside(pattern.layout, q, k, seq_len)
         if over_ranks:
             if self.cu_seqlens is not None and any(layout.batch_size > 1 for layout in layouts):
                 raise UnsupportedError(
@@ -405,33 +420,40 @@ class Call:
         return replace(self, layouts=layouts)
 
     def _check_reach(self, layout: BlockLayout, queries: int, keys: int) -> None:
-        """Raise ValueError if a query, or a key that some query may see, lies beyond the layout."""
-        q_stop = self.starts[0] + queries
-        k_stop = self.starts[1] + keys
-        stop = q_stop
+        """Raise ValueError if a query, or a key that some query may see, lies beyond the layout of the whole
+        sequence."""
+        stop = self.starts[0] + queries
         if not (self.is_causal or layout.is_causal):
-            stop = max(q_stop, k_stop)
-        if layout.seq_len < stop:
+            stop = max(stop, self.starts[1] + keys)
+        if layout.seq_len < stop and self.branches.segment_lengths == (WHOLE,):
             raise ValueError(
                 f"layout is for {layout.seq_len} tokens, but q or k reaches to position {stop}; build a longer one"
             )
 
     def _inside(
-        self, layout: BlockLayout | LayoutOfLength, heads: int, kv_heads: int, seq_len: int
-    ) -> tuple[BlockLayout, ...]:
+        self, layout: BlockLayout | LayoutOfLength, q: Tensor, k: Tensor, seq_len: int
+    ) -> tuple[BlockLayout, ...]:  # fmt: skip
         """Return the layouts inside segments, checked: one for each number of participating tokens that a segment has.
-        `seq_len`: the tokens per batch element, which may be cut into samples."""
-        slices = [seq for _, seq in self.samples(seq_len)]
-        found = tuple([layout_inside(layout, count) for count in self._counts(slices)])
-        for layout in found:
-            layout.check(1, layout.seq_len, heads, kv_heads)
+        At positions, a single layout also serves shorter segments. `seq_len`: the tokens per batch element, which may
+        be cut into samples."""
+        samples = [(q.shape[1], k.shape[1])]
+        if not self.placed or self.cu_seqlens is not None:
+            samples = [(seq.stop - seq.start,) * 2 for _, seq in self.samples(seq_len)]
+        found = tuple([layout_inside(layout, count, self.placed) for count in self._counts(samples)])
+        for each in found:
+            each.check(1, each.seq_len, q.shape[2], k.shape[2])
+        if isinstance(layout, BlockLayout):
+            return found[:1]
         return found
 
-    def _counts(self, samples: Sequence[slice]) -> list[int]:
-        """Return the distinct numbers of tokens that take part in a segment of these samples, ascending."""
+    def _counts(self, samples: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the distinct numbers of tokens that take part in a segment of samples with these numbers of queries
+        and keys, ascending."""
         counts: set[int] = set()
-        for seq in samples:
-            counts |= row_counts(self.branches, seq.stop - seq.start)
+        for sample in samples:
+            rows, columns = self._in_layouts(*sample)
+            both = max(rows[0], columns[0]), min(rows[1], columns[1])
+            counts |= row_counts(self.branches, max(rows[1], columns[1]), both)
         return sorted(counts)
 
 
@@ -547,17 +569,19 @@ def _check_over_ranks(pattern: Pattern, options: Options) -> None:
 
 
 def check_placed(pattern: Pattern, options: Options) -> None:
-    """Raise UnsupportedError for what excludes q_start and k_start: a product, a neighborhood, compat, a mesh or
-    cu_seqlens."""
+    """Raise UnsupportedError for what excludes q_start and k_start: a neighborhood, compat or a mesh."""
     if not placed(options):
         return
     _refuse(
         "with q_start or k_start",
         ("a Neighborhood", isinstance(pattern, Neighborhood), "give the whole grid, without positions"),
-        ("a product", isinstance(pattern, Product), "give a Dilated, a Window, a BlockLayout or a sum of them"),
         ("compat", getattr(pattern, "compat", None) is not None, "leave compat out"),
+        (
+            "lengths for a product with a function of layouts",
+            options["lengths"] is not None and isinstance(pattern, Product) and callable(pattern.layout),
+            "give the product a BlockLayout, or make one call per sample",
+        ),
         ("mesh", options["mesh"] is not None, "leave q_start and k_start out: the shards say where tokens lie"),
-        ("cu_seqlens", options["cu_seqlens"] is not None, "make one call per sample"),
     )
 
 
@@ -573,6 +597,7 @@ def near_keys(
     check_placed(pattern, options)
     checks.tensors(q, k, v, placed=True)
     as_given = torch.compiler.is_compiling() or pattern.leading > 0 or options["bias"] is not None
+    as_given |= options["cu_seqlens"] is not None
     if as_given or options["dropout_p"] != 0 or options["mesh"] is not None:
         return None, options
     first_query, first_key = starts_of(options)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dilated_attention.backends.attributes import Attributes
 from dilated_attention.backends.problem import Problem
@@ -29,17 +28,12 @@ MOST_KINDS = 8
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Run a call on a backend that has an `attend`; return out and lse, `(batch, seq, heads)`, differentiable."""
-    if call.layouts and call.placed:
-        return _attend_part(call, q, k, v)
-    return _attend(call, q, k, v, call.attributes(q, k))
-
-
-def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, attributes: Attributes) -> tuple[Tensor, Tensor]:
     run = call.backend.attend
     assert run is not None
     call.samples(q.shape[1])  # checks the lengths
     branches = call.branches
     visible = None
+    attributes = call.attributes(q, k)
     if call.layouts:
         ratio = q.shape[2] // k.shape[2]  # layouts count query heads, a table those of k
         k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
@@ -57,48 +51,20 @@ def _repeated(row: tuple[int, ...], times: int) -> tuple[int, ...]:
     return tuple([row[i // times] for i in range(len(row) * times)])
 
 
-def _attend_part(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `attend` does for some rows and columns of a layout: such a backend takes all rows of a short one."""
-    q_start, k_start = call.starts
-    mask = call.key_padding_mask
-    layout = call.layouts[0]
-    if call.is_causal or layout.is_causal:  # a cache may not hold later keys yet
-        seen = max(0, q_start + q.shape[1] - k_start)
-        k = k[:, :seen]
-        v = v[:, :seen]
-        if mask is not None:
-            mask = mask[:, :seen]
-    queries = (q_start, q_start + q.shape[1])
-    keys = (k_start, k_start + k.shape[1])
-    short, row, column = layout.part(queries, keys)
-    after = short.seq_len - column - k.shape[1]
-    stop = row + q.shape[1]
-    last = short.seq_len - stop
-    attributes = replace(call, key_padding_mask=mask).attributes(q, k).padded((row, last), (column, after))
-    if mask is None:
-        mask = k.new_zeros(k.shape[:2], dtype=torch.bool)
-    mask = pad(mask, (column, after), value=True)
-    k, v = (pad(x, (0, 0, 0, 0, column, after)) for x in (k, v))
-    q = pad(q, (0, 0, 0, 0, row, last))
-    branches = call.branches._replace(segment_lengths=(short.seq_len,))
-    whole = replace(
-        call, branches=branches, layouts=(short,), starts=(0, 0), placed=False, key_padding_mask=mask
-    )  # fmt: skip
-    out, lse = _attend(whole, q, k, v, attributes)
-    return out[:, row:stop], lse[:, row:stop]
-
-
-def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int, int], Tensor]:
-    """Return a function of (a sample's number, n) that says which of a segment's n participating tokens sees which,
-    bool `(heads or 1, n, n)`. A sample that is shorter than the layout has the lists of the layout's first tokens."""
+def _dense_layouts(layouts: Sequence[BlockLayout], heads: int) -> Callable[[int, int, slice, slice], Tensor]:
+    """Return a function of (a sample's number, n, rows, columns) that says which of a segment's n participating tokens
+    sees which, for some of them as queries and some as keys: bool `(heads or 1, rows, columns)`. A segment that is
+    shorter than the layout has the lists of the layout's first tokens."""
     layouts = [layout.for_heads(heads) for layout in layouts]
-    masks = {layout.seq_len: layout.dense_mask().cpu() for layout in layouts}
+    by_length = {layout.seq_len: layout for layout in layouts}
     longest = max(layouts, key=lambda x: x.seq_len)
+    masks: dict[tuple[int, ...], Tensor] = {}
 
-    def visible(sample: int, length: int) -> Tensor:
-        if length not in masks:
-            masks[length] = longest.prefix(length).dense_mask().cpu()
-        mask = masks[length]
+    def visible(sample: int, length: int, rows: slice, columns: slice) -> Tensor:
+        sides = (rows.start, rows.stop, columns.start, columns.stop)
+        if sides not in masks:
+            masks[sides] = by_length.get(length, longest).dense_part(sides[:2], sides[2:]).cpu()
+        mask = masks[sides]
         return mask[sample if len(mask) > 1 else 0]
 
     return visible
@@ -225,10 +191,10 @@ def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[sli
 def layouts_of(
     call: Call, q: Tensor, plan: Plan, sample: int | None = None, device: torch.device | None = None
 ) -> dict[int, BlockLayout] | None:
-    """Return a plan's block layouts by number of rows per segment, on `device` (default: q's); None without layouts.
+    """Return a plan's block layouts by `StridedGroup.listed`, on `device` (default: q's); None without layouts.
 
     They are causal if the call is. A sample of a ragged call that is shorter than the layout has the layout's first
-    tokens. A call at positions has the whole layout.
+    tokens. A call at positions has whole layouts.
 
     `sample`: the sample's number; None: the layouts keep the lists of all batch elements.
     """
@@ -238,7 +204,7 @@ def layouts_of(
         layout.check_batch(call.sample_count(q))
     by_length = {layout.seq_len: layout for layout in call.layouts}
     found = {}
-    for count in {group.keys.count for group in plan.groups}:
+    for count in {group.listed for group in plan.groups}:
         layout = call.layouts[0] if len(call.layouts) == 1 else by_length[count]
         own = None if layout.batch_size == 1 else sample
         length = layout.seq_len if call.placed else count

@@ -15,7 +15,7 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.neighborhood import Neighborhood
 from dilated_attention.parallel import over_mesh
 from dilated_attention.parallel.traffic import ExchangePlan, TransportChoice
-from dilated_attention.patterns import Dilated, describe_unserved
+from dilated_attention.patterns import Dilated, Product, describe_unserved
 from dilated_attention.plan import StridedGroup
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def explain(
         pattern = replace(pattern, compat=compat)
     q, k, v = as_autocast(q, k, v)
     given = {name for name, value in options.items() if value is not None}
-    if given & {"q_start", "k_start"} and (isinstance(pattern, BlockLayout) or "lengths" in given):
+    if given & {"q_start", "k_start"} and (isinstance(pattern, (BlockLayout, Product)) or "lengths" in given):
         raise UnsupportedError(
             "explain takes no q_start or k_start with a block layout or lengths; explain the whole sequence"
         )

@@ -115,8 +115,8 @@ def attention(
         layer: the calling layer's name, for error messages over a mesh.
         q_start, k_start: the positions of the first query and of the first key, 0 by default. Segments, residues,
             windows, a layout's rows and columns, and causality are all computed from positions. With either given, q
-            may have fewer tokens than k. For a chunk of a prompt, or new tokens over a cache, pass
-            q_start = k.shape[1] - q.shape[1].
+            may have fewer tokens than k, but for packed samples, each of which has these positions. For a chunk of a
+            prompt, or new tokens over a cache, pass q_start = k.shape[1] - q.shape[1].
         softcap: c > 0 bounds the scores: c tanh(s / c) replaces s (Gemma 2). Backends without it refuse the call.
         bias: added to the scores after the softcap, part of lse, differentiable: an `Alibi`, a `RelativeBias` or a
             `QueryBias` of `dilated_attention.bias`, or a floating tensor `(batch or 1, heads or 1, queries, keys)`,
@@ -204,7 +204,8 @@ class _Part(NamedTuple):
 def _ended(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Options, Tensor]:
     """Return the options of a call whose samples end at positions `lengths`, with the keys after each end hidden in
     place of `lengths`, and which queries lie after it, `(batch, queries)`."""
-    check_placed(pattern, options)
+    for part in parts_of_sum(pattern):
+        check_placed(part, options)
     checks.tensors(q, k, v, placed=True)
     checks.mask(k, options["key_padding_mask"])
     lengths, _ = checks.ragged(q, options["lengths"], options["cu_seqlens"])
@@ -234,7 +235,8 @@ def _attend(parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, options: Option
             # A weight of 0 times NaN would be NaN, in the gradients too.
             k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
         if not _all_finite(q):
-            spoiled = _hidden_queries(q, key_padding_mask, starts_of(options))[:, :, None] & ~q.isfinite().all(-1)
+            found = _hidden_queries(q, key_padding_mask, starts_of(options), parts[0].call.cu_seqlens)
+            spoiled = found[:, :, None] & ~q.isfinite().all(-1)
             q = q.masked_fill(spoiled[..., None], 0.0)
     out, lse = parts[0].attend(q, k, v)
     for part in parts[1:]:
@@ -255,14 +257,21 @@ def _all_finite(x: Tensor) -> bool:
     return checks.readable(x) and bool(x.detach().sum().isfinite())
 
 
-def _hidden_queries(q: Tensor, key_padding_mask: Tensor, starts: tuple[int, int]) -> Tensor:
-    """Return which queries have the position of a hidden key, `(batch, queries)`."""
+def _hidden_queries(
+    q: Tensor, key_padding_mask: Tensor, starts: tuple[int, int], cu_seqlens: Tensor | None
+) -> Tensor:  # fmt: skip
+    """Return which queries have the position of a hidden key of their sample, `(batch, queries)`."""
     keys = key_padding_mask.shape[1]
     first = starts[0] - starts[1]
     if first == 0 and q.shape[1] == keys:
         return key_padding_mask
-    key = torch.arange(q.shape[1], device=q.device) + first
-    return pad(key_padding_mask, (0, 1))[:, key.masked_fill((key < 0) | (key > keys), keys)]
+    query = torch.arange(q.shape[1], device=q.device)
+    key = query + first
+    outside = (key < 0) | (key > keys)
+    if cu_seqlens is not None:
+        edges = cu_seqlens.to(q.device)
+        outside |= torch.bucketize(key, edges, right=True) != torch.bucketize(query, edges, right=True)
+    return pad(key_padding_mask, (0, 1))[:, key.masked_fill(outside, keys)]
 
 
 class CallOptions(Options, total=False):

@@ -614,10 +614,12 @@ def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout
     return plan_layout((name_of(layout), length), make)
 
 
-def layout_inside(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout:
-    """Return the layout inside a segment in which `length` tokens take part; ValueError if it has another length."""
+def layout_inside(layout: BlockLayout | LayoutOfLength, length: int, placed: bool = False) -> BlockLayout:
+    """Return the layout inside a segment in which `length` tokens take part; ValueError if it has another length. At
+    positions (`placed`) a layout that is given as a value may be longer."""
+    may_be_longer = placed and isinstance(layout, BlockLayout)
     layout = layout_for(layout, length)
-    if layout.seq_len != length:
+    if layout.seq_len < length or (layout.seq_len > length and not may_be_longer):
         raise ValueError(
             f"layout is for {layout.seq_len} tokens, but a segment has {length} that take part; give a callable, "
             "length -> BlockLayout, or segments that are all of one length"
@@ -646,6 +648,8 @@ class Product(_Drawn):
         layout: a `BlockLayout`, if the same number of tokens, its length, takes part in every segment of every
             branch; or a callable that returns the layout for n tokens. It must always return the same layout for the
             same n, since layouts are cached. A layout may have lists per query head, but not per batch element.
+            With `q_start` or `k_start`, n counts the tokens of a segment up to the last one of q and k (causal: of q),
+            and a `BlockLayout` may have more: the lists of its first n tokens serve.
 
     Examples:
         >>> from dilated_attention import BlockLayout, Dilated

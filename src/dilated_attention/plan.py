@@ -66,6 +66,7 @@ class StridedGroup(NamedTuple):
         first: no earlier group of the plan holds any of these (query row, head): the result is written, not merged.
         phantoms: zero keys (score 0, value 0) that each query also sees, when not causal; see compat="torchscale".
         at: with a block layout, the first query's row and the first key's column of it.
+        tokens: how many tokens take part in the segment; 0: as many as the group has keys.
     """
 
     queries: Rows
@@ -78,6 +79,12 @@ class StridedGroup(NamedTuple):
     first: bool = False
     phantoms: int = 0
     at: tuple[int, int] = (0, 0)
+    tokens: int = 0
+
+    @property
+    def listed(self) -> int:
+        """Return the key of the group's layout in `Layouts`: the number of tokens that take part in the segment."""
+        return self.tokens or self.keys.count
 
     @property
     def banded(self) -> bool:
@@ -126,13 +133,15 @@ def _above(rows: int, columns: int, diagonal: int) -> int:
 
 class Part(NamedTuple):
     """Describe what some query rows see of some key rows. It becomes a group for each progression of heads. `first`: no
-    earlier part of the branch holds these queries."""
+    earlier part of the branch holds these queries. `at`, `tokens`: as in `StridedGroup`."""
 
     queries: Rows
     keys: Rows
     band: Band
     phantoms: int = 0
     first: bool = True
+    at: tuple[int, int] = (0, 0)
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -259,12 +268,12 @@ def compile_groups(
         for (offset, first), heads in classes.items():
             members = list(progressions(heads))
             written = 0
-            for queries, keys, (low, high), phantoms, begins in parts(branch, offset):
+            for queries, keys, band, phantoms, begins, at, tokens in parts(branch, offset):
                 if begins:
                     written += queries.segments * queries.count
                 writes = first and begins
                 for head, number, step in members:
-                    groups.append(StridedGroup(queries, keys, head, number, step, low, high, writes, phantoms))
+                    groups.append(StridedGroup(queries, keys, head, number, step, *band, writes, phantoms, at, tokens))
             if first:
                 begun.update(heads)
                 if written == seq_len:
@@ -320,28 +329,46 @@ def sights(
 
 def parts_of(
     branches: Branches, branch: int, offset: int, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool,
-    origins: tuple[int, int],
+    origins: tuple[int, int], listed: bool = False,
 ) -> Iterator[Part]:  # fmt: skip
     """Yield the parts of a plan in which some query sees some key. Arguments are as in `sights`. Parts number rows of q
-    and of k from positions `origins`."""
+    and of k from positions `origins`. `listed`: each segment has a block layout."""
     first = not (branches.leading and branches.leading[branch])
-    for some_queries, some_keys, band, zeros, _ in sights(branches, branch, offset, queries, keys, is_causal):
-        found = visible(some_queries, some_keys, band)
+    place: tuple[tuple[int, int], int] = ((0, 0), 0)
+    for part in sights(branches, branch, offset, queries, keys, is_causal):
+        found = visible(part.queries, part.keys, part.band)
         if found is not None:
             rows, columns, band = found
-            yield Part(rows.shifted(-origins[0]), columns.shifted(-origins[1]), band, zeros, first)
+            if listed:
+                place = _in_segment(branches, branch, rows, columns, max(queries[1], keys[1]))
+            yield Part(rows.shifted(-origins[0]), columns.shifted(-origins[1]), band, part.phantoms, first, *place)
 
 
-def _compile(branches: Branches, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> Plan:
+def _in_segment(
+    branches: Branches, branch: int, queries: Rows, keys: Rows, end: int
+) -> tuple[tuple[int, int], int]:  # fmt: skip
+    """Return `at` and `tokens` of a group with rows at these positions, all in one segment unless they are whole
+    segments. `end` cuts the last segment."""
+    length = branches.segment_lengths[branch]
+    rate = branches.dilation_rates[branch]
+    start = queries.start - queries.start % length
+    offset = (queries.start - start) % rate
+    tokens = -((start + offset - min(start + length, end)) // rate)
+    return ((queries.start - start) // rate, (keys.start - start) // rate), tokens
+
+
+def _compile(
+    branches: Branches, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool, listed: bool
+) -> Plan:  # fmt: skip
     """Return the plan of the queries at positions [start, stop) over the keys at positions [start, stop)."""
-    if queries == keys and queries[0] == 0 and not branches.bands:
+    if queries == keys and queries[0] == 0 and not branches.bands and not listed:
         return _compile_square(branches, queries[1], is_causal)
 
     def parts(branch: int, offset: int) -> Iterator[Part]:
-        return parts_of(branches, branch, offset, queries, keys, is_causal, (queries[0], keys[0]))
+        return parts_of(branches, branch, offset, queries, keys, is_causal, (queries[0], keys[0]), listed)
 
     groups, covered = compile_groups(branches, parts, queries[1] - queries[0])
-    square = queries == keys and all(group.queries == group.keys for group in groups)
+    square = queries == keys and not listed and all(group.queries == group.keys for group in groups)
     return Plan(queries[1] - queries[0], len(branches.offsets[0]), groups, covered, square)
 
 
@@ -443,30 +470,20 @@ def slice_rows(rows: Rows, start: int, stop: int) -> Rows:
 
 
 def plan_of(
-    branches: Branches, queries: tuple[int, int], keys: tuple[int, int] | None = None, is_causal: bool = False
-) -> Plan:
+    branches: Branches, queries: tuple[int, int], keys: tuple[int, int] | None = None, is_causal: bool = False,
+    listed: bool = False,
+) -> Plan:  # fmt: skip
     """Return the plan of a pattern in normal form, from the cache.
 
     `queries`, `keys`: positions [start, stop) of the rows of q and of k, from which the plan numbers its rows; keys:
     the same as queries by default. With compat="torchscale" both must be the whole sequence. If the plan is not causal,
     keys and phantoms of a query then add up to ceil(w / r) per branch, where w is at most the sequence length.
+    `listed`: the groups lie in block layouts (`StridedGroup.at`), which also say whether they are causal.
     """
     if keys is None:
         keys = queries
-    return plan_cache.get(
-        ("plan", branches, queries, keys, is_causal), lambda: _compile(branches, queries, keys, is_causal)
-    )
-
-
-def plan_in_layout(at: tuple[int, int], queries: int, keys: int, num_heads: int) -> Plan:
-    """Return the plan of queries over keys of a block layout; `at`: the row of the first query and the column of the
-    first key."""
-    rows = Rows(0, queries, 1, 1, queries)
-    columns = Rows(0, keys, 1, 1, keys)
-    groups: tuple[StridedGroup, ...] = ()
-    if queries and keys:
-        groups = (StridedGroup(rows, columns, 0, num_heads, 1, first=True, at=at),)
-    return Plan(queries, num_heads, groups, covered=bool(groups), square=False)
+    arguments = branches, queries, keys, is_causal, listed
+    return plan_cache.get(("plan", arguments), lambda: _compile(*arguments))
 
 
 def plan_dilated(
@@ -482,16 +499,25 @@ def plan_dilated(
     return plan_of(Branches(segment_lengths, dilation_rates, table, compat), (0, seq_len), None, is_causal)
 
 
-def row_counts(branches: Branches, seq_len: int) -> set[int]:
+def row_counts(branches: Branches, seq_len: int, within: tuple[int, int] | None = None) -> set[int]:
     """Return the distinct numbers of tokens that take part in a segment, over all segments, branches and heads.
 
     Heads with the offset `ALL` do not count. No plan is used: `torch.compile` cannot trace the lock of its cache.
+    `within`: count segments from that of position `within[0]` to that of `within[1] - 1` only; default: all.
     """
     counts: set[int] = set()
     if not seq_len:
         return counts
+    start, stop = within or (0, seq_len)
     for segment, rate, offsets in zip(*branches[:3], strict=True):
         segment = max(1, min(segment, seq_len))
-        for length in {segment, seq_len % segment}:
+        first = start - start % segment
+        last = stop - 1 - (stop - 1) % segment
+        lengths = set()
+        if first <= last:
+            lengths.add(min(segment, seq_len - last))
+        if first < last:
+            lengths.add(segment)
+        for length in lengths:
             counts |= {-(-(length - offset) // rate) for offset in offsets if 0 <= offset < length}
     return counts

@@ -176,7 +176,7 @@ class _Tile:
 
     def layout(self, layouts: Layouts, group: StridedGroup) -> BlockLayout:
         """Return the layout inside the group's segments, for this tile's batch elements and query heads."""
-        layout = layouts[group.keys.count]
+        layout = layouts[group.listed]
         batch = self.batch if layout.batch_size > 1 else None
         heads = self.q_heads if layout.num_heads > 1 else None
         if batch is None and heads is None:

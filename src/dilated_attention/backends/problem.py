@@ -29,8 +29,8 @@ class Problem:
     Attributes:
         scores: the numbers of the scores, with a positive scale (`Scores.split`).
         attributes: what else is read per token; heads of keys differ where keys were received from other ranks.
-        layouts: the block layout inside a segment, for each number of keys that a segment has; on the device of q, and
-            causal if the call is. None where every key of a segment is seen.
+        layouts: the block layout inside a segment, by `StridedGroup.listed`; on the device of q, and causal if the call
+            is. None where every key of a segment is seen.
         lengths: the number of tokens of each sample, int64 `(batch,)`, contiguous. Later rows see nothing and are not
             seen. Only backends with `skips_rows` get it. None: all tokens.
         bias: what all pairs read of the bias. The attributes say where each token reads.

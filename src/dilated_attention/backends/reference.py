@@ -37,7 +37,7 @@ def count_matrix(
     seq_len: int,
     *,
     is_causal: bool,
-    visible: Callable[[int], Bool[Tensor, "#heads rows rows"]] | None = None,
+    visible: Callable[[int, slice, slice], Bool[Tensor, "#heads rows columns"]] | None = None,
     bands: Sequence[tuple[int | None, int | None]] = (),
     leading: Sequence[int] = (),
     starts: tuple[int, int] = (0, 0),
@@ -55,7 +55,8 @@ def count_matrix(
         segment_lengths, dilation_rates: w and r of each branch.
         table: o(h) per branch and head; -1 where the head takes no part in the branch.
         seq_len, num_keys: the number of queries, and of keys (default: as many).
-        visible: `visible(n)` returns which of a segment's n participating tokens sees which; default: all see all.
+        visible: `visible(n, rows, columns)` returns which of a segment's n participating tokens sees which, for those
+            that are queries and those that are keys; default: all see all.
         bands, leading: for each branch; default: no bound and no leading tokens.
         starts: the positions of the first query and of the first key.
 
@@ -68,6 +69,8 @@ def count_matrix(
     position = torch.arange(starts[0], starts[0] + seq_len, device="cpu")
     key = torch.arange(starts[1], starts[1] + num_keys, device="cpu")
     distance = key[None, :] - position[:, None]
+    stops = starts[0] + seq_len, starts[1] + num_keys
+    end = stops[0] if is_causal else max(stops)
     counts = torch.zeros(num_heads, seq_len, num_keys, dtype=torch.int32, device="cpu")
     for b, (w, r, offsets) in enumerate(zip(segment_lengths, dilation_rates, table, strict=True)):
         segment = position // w
@@ -89,16 +92,26 @@ def count_matrix(
             if visible is None:
                 counts[h] += own
             elif offset >= 0:
-                for start in range(0, seq_len, w):
-                    tokens = range(start + offset, min(start + w, seq_len), r)
-                    if len(tokens):
-                        seen = visible(len(tokens))
+                for start in range(max(starts) // w * w, min(stops), w):
+                    tokens = range(start + offset, min(start + w, end), r)
+                    rows, columns = (_among(tokens, *x) for x in zip(starts, stops, strict=True))
+                    if tokens[rows] and tokens[columns]:
+                        seen = visible(len(tokens), rows, columns)
                         its_head = h if len(seen) > 1 else 0
-                        taking_part = slice(tokens[0], tokens[-1] + 1, r)
-                        counts[h, taking_part, taking_part] += seen[its_head]
+                        queries, keys = (
+                            slice(tokens[x][0] - first, tokens[x][-1] - first + 1, r)
+                            for x, first in zip((rows, columns), starts, strict=True)
+                        )
+                        counts[h, queries, keys] += seen[its_head]
     if is_causal:
         counts *= distance <= 0
     return counts
+
+
+def _among(tokens: range, start: int, stop: int) -> slice:
+    """Return which of `tokens` lie at positions in [start, stop)."""
+    before, until = (max(0, -((tokens.start - position) // tokens.step)) for position in (start, stop))
+    return slice(before, min(until, len(tokens)))
 
 
 def phantom_counts(
@@ -213,7 +226,7 @@ def batch_counts(
     lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
     cu_seqlens: Int[Tensor, " samples_plus_one"] | Sequence[int] | None = None,
     key_padding_mask: Bool[Tensor, "batch keys"] | None = None,
-    visible: Callable[[int, int], Bool[Tensor, "#heads rows rows"]] | None = None,
+    visible: Callable[[int, int, slice, slice], Bool[Tensor, "#heads rows columns"]] | None = None,
     starts: tuple[int, int] = (0, 0),
     num_keys: int | None = None,
     **of_branches: Any,
@@ -228,7 +241,7 @@ def batch_counts(
         compat: `"torchscale"` returns the zero keys; otherwise None replaces them.
         lengths, cu_seqlens: as in `attention`.
         key_padding_mask: True at keys that are hidden from every query.
-        visible: `visible(i, n)` returns which of the n participating tokens of a segment of sample i sees which.
+        visible: `visible(i, ...)` returns for sample i what `visible` of `count_matrix` does.
         of_branches: `bands` and `leading` of `count_matrix`, which describes the other arguments too.
     """
     if num_keys is None:

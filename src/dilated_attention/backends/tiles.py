@@ -77,7 +77,7 @@ class Table:
             decides whether memory offsets inside the tile need 64 bits.
         strides: the distinct strides of the tiles, and of the spans that they see; empty unless tiles hold queries and
             need no mask.
-        count: the number of keys per segment, which is the key of its layout in `Layouts`; None without layouts.
+        count: the key of its layout in `Layouts`; None without layouts.
     """
 
     lines: Tensor
@@ -106,8 +106,7 @@ def tables(
         cells = _unions(plan, side, shape, join and not plan.banded)
         return [_span_table(parts, side, plan.banded, shape, device) for parts in cells]
     return [
-        _block_table(groups, side, shape, layouts[groups[0].keys.count], device)
-        for groups in launched(plan, side, layouts)
+        _block_table(groups, side, shape, layouts[groups[0].listed], device) for groups in launched(plan, side, layouts)
     ]
 
 
@@ -149,7 +148,7 @@ def _block_table(
     else:
         edge = int(side == "queries" and not even)
     table = _table(lines, side, shape, 1, layout.is_causal, even, edge, device)
-    return replace(table, count=groups[0].keys.count)
+    return replace(table, count=groups[0].listed)
 
 
 def _table(
@@ -279,16 +278,16 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
     """Return the groups of each launch that `tables` plans with `join=False`, in order. Without layouts, a launch is a
-    turn. With layouts, a turn has one for each number of keys in a segment, because each number has its own layout."""
+    turn. With layouts, a turn has one for each number of tokens in a segment, because each has its own layout."""
     in_turns = turns(plan.groups, side)
     if layouts is None:
         return in_turns
 
     launches: list[list[StridedGroup]] = []
     for turn in in_turns:
-        counts = {group.keys.count for group in turn}
+        counts = {group.listed for group in turn}
         for count in sorted(counts, reverse=True):
-            launches.append([group for group in turn if group.keys.count == count])
+            launches.append([group for group in turn if group.listed == count])
     return launches
 
 

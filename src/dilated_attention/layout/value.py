@@ -856,6 +856,16 @@ class BlockLayout:
             dense.tril_()
         return dense
 
+    def dense_part(self, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+        """Return the rows and columns of `dense_mask` at these positions [start, stop); no query sees a key at the end
+        of the layout or later."""
+        last = min(keys[1], self.seq_len)
+        if queries == keys == (0, self.seq_len):
+            return self.dense_mask()
+        short, row, column = self.part(queries, (keys[0], last))
+        shown = short.dense_mask()[..., row : row + queries[1] - queries[0], column : column + last - keys[0]]
+        return F.pad(shown, (0, keys[1] - last))
+
     def to_torch_sparse(self) -> Tensor:
         """Return the blocks as a `torch.sparse_bsr` tensor of ones.
 
