@@ -477,6 +477,14 @@ class TestBlocks:
         inputs = tensors(samples, seq_len, 2, 2, 16)
         check(inputs, [plan], counts, is_causal=is_causal, layouts={seq_len: lists})
 
+    @each_once("block_size", [8, (4, 6)])
+    def test_rows_and_columns_at_positions(self, block_size, is_causal):
+        test_windows.test_rows_and_columns_of_a_layout_at_positions("triton", is_causal, block_size)
+
+    @each_once("name", ["a function", "lists a head", "masks of bits"])
+    def test_products_at_positions(self, name, is_causal):
+        test_windows.check_product(test_windows.PRODUCTS[name], is_causal, "triton", test_windows.SIDES[3:4])
+
     @whole_or_cut
     @each_once("blocks", PARTS_OF_A_LAYOUT)
     def test_some_rows_of_a_layout(self, blocks, is_cut, is_causal):

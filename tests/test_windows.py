@@ -866,7 +866,7 @@ def random_layout(seq_len, block_size):
 def test_rows_and_columns_of_a_layout_at_positions(backend, is_causal, block_size):
     if backend == "cpu" and cpu.missing():
         pytest.skip(cpu.missing())
-    dtype = torch.float32 if backend == "cpu" else torch.float64
+    dtype = torch.float64 if backend in ("native", "reference") else torch.float32
     layout = random_layout(141, block_size)
     for (first, last), (begin, end) in [((90, 101), (40, 141)), ((3, 9), (0, 141)), ((120, 121), (117, 133))]:
         q, k, v = (torch.randn(2, n, 3, 8, dtype=dtype) for n in (last - first, end - begin, end - begin))
@@ -925,10 +925,13 @@ SIDES = [
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_at_positions(name, is_causal, backend):
-    """Each result is judged on the float64 oracle of the dense definition, gradients included."""
-    pattern = PRODUCTS[name]
-    dtype = torch.float32 if backend == "cpu" else torch.float64
-    for queries, keys in SIDES:
+    check_product(PRODUCTS[name], is_causal, backend, SIDES)
+
+
+def check_product(pattern, is_causal, backend, sides):
+    """Judge each result on the float64 oracle of the dense definition, gradients included."""
+    dtype = torch.float64 if backend in ("native", "reference") else torch.float32
+    for queries, keys in sides:
         q, k, v = (
             torch.randn(2, n, h, 8, dtype=dtype)
             for n, h in ((queries[1] - queries[0], 4), *((keys[1] - keys[0], 2),) * 2)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Choose the tiles that the loop of strided.py visits when a block layout selects a part of a span.
 
-The layout cuts positions into blocks: block c holds positions c · SIZE to (c + 1) · SIZE - 1. A span of keys begins at
-position 0, one of queries at position `ahead`, possibly inside a block. The rows of a tile also lie in one block; its
+The layout cuts positions into blocks: block c holds positions c · SIZE to (c + 1) · SIZE - 1. A span begins at position
+`ahead`, possibly inside a block. The rows of a tile also lie in one block; its
 number is `list` in the table line. The tile visits the blocks
 
     indices[indptr[x] : indptr[x + 1]],   x = sample · lsb + (query head // LH) · lsh + list.
@@ -62,7 +62,7 @@ def read_list(INDPTR, INDICES, SPLIT, T, sample, n, lsh, LH: tl.constexpr, EDGE:
     else:
         high = split
     S = T + SPAN
-    part = INDICES + low, tl.load(S), tl.load(S + 1), tl.load(S + 2), tl.load(S + 3), 0 if KEYS else tl.load(T + AHEAD)
+    part = INDICES + low, tl.load(S), tl.load(S + 1), tl.load(S + 2), tl.load(S + 3), tl.load(T + AHEAD)
     return (high - low).to(tl.int32) * tl.cdiv(SIZE, R), part
 
 
