@@ -1,4 +1,4 @@
-"""Run a block layout in other ways that PyTorch offers, to compare block-sparse attention with.
+"""Run a block layout or a mask in other ways that PyTorch offers, to compare sparse attention with.
 
 Each function makes its tables once, and returns the call to time. The call takes q, k and v `(1, seq, heads,
 head_dim)`, whose heads share the layout.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dilated_attention import BlockLayout
 
@@ -38,6 +38,21 @@ def flex(layout: BlockLayout) -> Call:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return compiled(q, k, v, block_mask=mask_on(q.device), kernel_options=options).transpose(1, 2)  # type: ignore[arg-type]
 
+    return call
+
+
+def flex_with_mask(mask_mod: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """Return a call of compiled FlexAttention with a mask, for these q, k and v, without gradients."""
+    blocks = create_block_mask(mask_mod, None, None, q.shape[1], k.shape[1], device=str(q.device))
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    q, k, v = (x.detach().transpose(1, 2) for x in (q, k, v))
+
+    @torch.no_grad()
+    def call() -> Tensor:
+        return compiled(q, k, v, block_mask=blocks)
+
+    call()  # compiles
     return call
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from dilated_attention import BlockLayout, Neighborhood, attention
 from dilated_attention.plumbing import tiled
 from dilated_attention_lab.bench import measure
-from dilated_attention_lab.bench.cases import Contender, contender, trained
+from dilated_attention_lab.bench.cases import contender, trained
 from dilated_attention_lab.bench.results import Row
-from dilated_attention_lab.bench.rivals import sdpa
+from dilated_attention_lab.bench.rivals import flex_with_mask, sdpa
 from dilated_attention_lab.bench.suites import Step, over
 
 HEAD_DIM = 64
@@ -55,21 +55,6 @@ def _inputs(seq_len: int, heads: int, device: torch.device, dtype: torch.dtype =
 
 def _attend(pattern: BlockLayout | Neighborhood) -> Callable[..., Tensor]:
     return partial(attention, pattern=pattern)  # type: ignore[return-value]
-
-
-def _flex(mask: Mask, seq_len: int, device: torch.device, q: Tensor, k: Tensor, v: Tensor) -> Contender:
-    """Return compiled FlexAttention with a mask, whose backward PyTorch does not have on CPUs."""
-    blocks = create_block_mask(mask, None, None, seq_len, seq_len, device=str(device))
-    torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    first, second, third = (x.detach().transpose(1, 2) for x in (q, k, v))
-
-    def call() -> None:
-        with torch.no_grad():
-            compiled(first, second, third, block_mask=blocks)
-
-    call()  # compiles
-    return contender(call)
 
 
 def _cut_blocks(seq_len: int, dtype: torch.dtype, device: torch.device, budget: float) -> Iterator[Row]:
@@ -129,7 +114,7 @@ def _over_flex(
     tensors = _inputs(seq_len, 4, device)
     work = {
         "layout": trained(_attend(layout.to(device)), tensors, backward=False),
-        "flex": _flex(sees, seq_len, device, *tensors),
+        "flex": contender(flex_with_mask(sees, *tensors)),
     }
     rounds = measure.interleave(work, seconds=budget, device=device)
     title = f"{name}, forward: time over compiled FlexAttention"
@@ -203,7 +188,7 @@ def _neighborhood(grid: Neighborhood, device: torch.device, budget: float) -> It
     by_tile = _grid_mask(grid, order[order > 0] - 1)
     work = {
         "ours": trained(_attend(grid), tensors, backward=False),
-        "flex": _flex(by_tile, seq_len, device, *tensors),
+        "flex": contender(flex_with_mask(by_tile, *tensors)),
     }
     rounds = measure.interleave(work, seconds=budget, device=device, least=2)
     title = "forward: time over compiled FlexAttention in tiles"

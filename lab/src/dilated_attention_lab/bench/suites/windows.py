@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dilated_attention import Dilated, Window, attention
 from dilated_attention.plumbing import cpu
 from dilated_attention_lab.bench import measure
 from dilated_attention_lab.bench.cases import Contender, contender, trained
 from dilated_attention_lab.bench.results import Row
-from dilated_attention_lab.bench.rivals import sdpa
+from dilated_attention_lab.bench.rivals import flex_with_mask, sdpa
 from dilated_attention_lab.bench.suites import Step, over
 
 HEADS = 4
@@ -115,12 +114,9 @@ def _over_flex(window: Window, seq_len: int, inputs: Inputs, budget: float) -> I
         return (key <= query) & (query - key <= window.before)
 
     q, k, v = inputs(seq_len)
-    mask = create_block_mask(seen, None, None, seq_len, seq_len, device=str(q.device))
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    first, second, third = (x.transpose(1, 2) for x in (q, k, v))
     contenders = {
         "window": contender(lambda: windowed(window, True)(q, k, v)),
-        "flex": contender(lambda: compiled(first, second, third, block_mask=mask)),
+        "flex": contender(flex_with_mask(seen, q, k, v)),
     }
     with torch.no_grad():
         rounds = measure.interleave(contenders, seconds=budget, device=q.device)
