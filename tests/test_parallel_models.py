@@ -581,6 +581,26 @@ def test_a_refusal_after_good_calls_reaches_those_who_wait() -> None:
         assert f"rank 0 of 2 in decoder.3, {transport} of 32 tokens, branches 32/1" in message
 
 
+def refused_ahead():
+    """Rank 2 is late; rank 0, which waits for nobody, has meanwhile refused the call after, as all ranks do."""
+    q = torch.randn(1, 8, 2, 4)
+    options = {"mesh": dist.group.WORLD, "transport": "ring", "is_causal": True}
+    with torch.no_grad():
+        attention(q, q, q, Window(3), **options)
+        dist.barrier()
+        if dist.get_rank() == 2:
+            time.sleep(3)
+        attention(q, q, q, Window(3), **options)
+        with pytest.raises(ValueError, match="q must have 4 dimensions"):
+            attention(q[0], q[0], q[0], Window(3), **options)
+        dist.barrier()
+        return attention(q, q, q, Window(3), **options).isfinite().all().item()
+
+
+def test_a_refusal_leaves_the_call_before_it_alone() -> None:
+    assert processes.run(3, refused_ahead) == [True] * 3
+
+
 def ranges():
     mesh = dist.group.WORLD
     for bad in (-1, 2.5, True):

@@ -10,6 +10,7 @@ raises an error instead of exchanging rows.
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import threading
 import time
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -443,7 +444,8 @@ class Link:
     def _wait_once(self, works: Sequence[dist.Work]) -> None:
         """Wait for point-to-point operations of gloo. One can be waited for only once: a timeout ends all connections.
 
-        So this rank waits for as long as it takes, while another thread reads the reports (`_watch`).
+        So this rank waits for as long as it takes, while another thread reads the reports (`_watch`). A rank that
+        refuses a later call has sent what belongs to this one.
         """
         _start_watching()
         _waiting[self] = time.monotonic()
@@ -451,14 +453,14 @@ class Link:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            report = presence.within(_ROLL_CALL_SECONDS, self._report)
+            report = presence.within(_ROLL_CALL_SECONDS, partial(self._report, self.calls))
             raise RuntimeError(report or str(error)) from error
         finally:
             del _waiting[self]
 
     def stop_waiting(self) -> None:
         """Make the operations fail that this rank waits for, if another rank reports that they are in vain."""
-        if not presence.within(_ROLL_CALL_SECONDS, self._report):
+        if not presence.within(_ROLL_CALL_SECONDS, partial(self._report, self.calls)):
             return
         for peer in range(self.size):
             if peer == self.rank:
@@ -467,12 +469,13 @@ class Link:
                 late = self.group.recv([torch.empty(1)], peer, 1)  # which nobody sends
                 late.wait(timedelta(milliseconds=1))
 
-    def _report(self) -> str:
-        """Return why this rank waits in vain, as other ranks have written to the store; "" if it may not."""
+    def _report(self, last: float = math.inf) -> str:
+        """Return why this rank waits in vain, as other ranks have written to the store; "" if it may not. `last`: the
+        last call that they may refuse."""
         store = self._store()
         if store.check([_FAILED]):
             return "another rank reports that its exchange failed"
-        if store.check([_REFUSED]) and self._refusals(store, range(self.size), ("away",)):
+        if store.check([_REFUSED]) and self._refusals(store, range(self.size), ("away",), last):
             return "another rank reports that it refuses the call"
         return ""
 
@@ -572,8 +575,10 @@ class Link:
             refusals = f"; no word within {_ROLL_CALL_SECONDS:.0f} s from {presence.named(silent)}"
         return differing + refusals
 
-    def _refusals(self, store: dist.Store, ranks: Iterable[int], states: Sequence[str] = ("away", "back")) -> str:
-        """Return, as text, which of these ranks refuse this rank's current call or one after it, and why.
+    def _refusals(
+        self, store: dist.Store, ranks: Iterable[int], states: Sequence[str] = ("away", "back"), last: float = math.inf
+    ) -> str:
+        """Return, as text, which of these ranks refuse this rank's current call or one after it up to `last`, and why.
 
         states: "away" of a rank that has made no call since; "back" of one that has.
         """
@@ -582,7 +587,7 @@ class Link:
             if not store.check([f"refusal/{rank}"]):
                 continue
             state, call, problem = store.get(f"refusal/{rank}").decode().split(" ", 2)
-            if state in states and int(call) >= self.calls:
+            if state in states and self.calls <= int(call) <= last:
                 found += f"; rank {rank} refused the call: {problem}"
         return found
 
