@@ -326,6 +326,24 @@ def test_an_indexer_chooses_for_new_tokens_from_kept_keys(chunk, monkeypatch):
         assert torch.equal(chosen, indexer.choose(x, new, tables=tables))
 
 
+def test_the_loss_of_new_tokens_from_kept_keys():
+    """It is what the newest queries add to the loss of all tokens."""
+    x, q, k = (torch.randn(2, 12, *rest, dtype=torch.float64) for rest in ((6,), (4, 3), (2, 3)))
+    indexer = routing.Indexer(6, 2, 3, top_k=4, dtype=torch.float64)
+    lengths = torch.tensor([12, 5])
+    keys = indexer.keys(x)
+    total = 0.0
+    for first, stop in ((0, 4), (4, 9), (9, 12)):
+        new = slice(first, stop)
+        held = lengths.clamp(max=stop)
+        part = indexer.loss(x[:, new], q[:, new], k[:, :stop], keys=keys[:, :stop], lengths=held)
+        total += part * (held - first).clamp(min=0).sum()
+    torch.testing.assert_close(total / 17, indexer.loss(x, q, k, lengths=lengths), rtol=0, atol=1e-12)
+    assert indexer.loss(x[:, :0], q[:, :0], k, keys=keys) == 0
+    with pytest.raises(ValueError, match=r"keys must be \(batch=2, seq, head_dim=3\)"):
+        indexer.loss(x, q, k, keys=keys[:, 1:])
+
+
 @pytest.mark.parametrize("forced", [{}, {"leading": 2, "recent": 1}], ids=str)
 def test_an_indexer_treats_a_sample_as_if_it_were_alone(forced):
     """Packed, and padded at either end or between tokens; padding holds NaN, and what would be chosen."""
