@@ -158,17 +158,17 @@ class Plan:
     @cached_property
     def entries(self) -> int:
         """Return the score entries of all groups in one sample, counted as in `StridedGroup.entries`."""
-        return sum(group.entries() for group in self.groups)
+        return sum([group.entries() for group in self.groups])
 
     @cached_property
     def keys(self) -> int:
         """Return how many key rows all groups read in one sample."""
-        return sum(group.heads * group.keys.segments * group.keys.count for group in self.groups)
+        return sum([group.heads * group.keys.segments * group.keys.count for group in self.groups])
 
     @cached_property
     def banded(self) -> bool:
         """Return whether some group is causal or has another band."""
-        return any(group.banded for group in self.groups)
+        return bool({(group.low, group.high) for group in self.groups} - {EVERY})
 
     @property
     def nbytes(self) -> int:
@@ -176,8 +176,9 @@ class Plan:
         return 256 + 512 * len(self.groups)
 
 
-def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
+def progressions(heads: list[int]) -> list[tuple[int, int, int]]:
     """Cut an ascending list into arithmetic progressions (first, count, step), greedily."""
+    found = []
     i = 0
     while i < len(heads):
         step = 1
@@ -186,8 +187,9 @@ def progressions(heads: list[int]) -> Iterator[tuple[int, int, int]]:
         count = 1
         while i + count < len(heads) and heads[i + count] - heads[i + count - 1] == step:
             count += 1
-        yield heads[i], count, step
+        found.append((heads[i], count, step))
         i += count
+    return found
 
 
 class Spans(NamedTuple):
@@ -266,7 +268,7 @@ def compile_groups(
             if offset != -1:
                 classes.setdefault((offset, head not in begun), []).append(head)
         for (offset, first), heads in classes.items():
-            members = list(progressions(heads))
+            members = progressions(heads)
             written = 0
             for queries, keys, band, phantoms, begins, at, tokens in parts(branch, offset):
                 if begins:
@@ -503,7 +505,7 @@ def row_counts(branches: Branches, seq_len: int, within: tuple[int, int] | None 
     """Return the distinct numbers of tokens that take part in a segment, over all segments, branches and heads.
 
     Heads with the offset `ALL` do not count. No plan is used: `torch.compile` cannot trace the lock of its cache.
-    `within`: count segments from that of position `within[0]` to that of `within[1] - 1` only; default: all.
+    `within`: count only the segments with positions within[0] to within[1] - 1, and those between; default: all.
     """
     counts: set[int] = set()
     if not seq_len:

@@ -64,7 +64,7 @@ class Launches:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.table.lines.nbytes + x.jobs.nbytes + x.weights.nbytes + 512 for x in self.launches)
+        return sum([x.table.lines.nbytes + x.jobs.nbytes + x.weights.nbytes + 512 for x in self.launches])
 
 
 def launch_of(
@@ -103,8 +103,8 @@ def launch_of(
         # (Kept in kernels/cpu/tiles.h). So do the heads of a segment, and of NEARBY tokens under a narrow window, whose
         # rows share pages of memory.
         *shorter, longest = lines[:, tiles.STARTS].T
-        near, far = (lines[:, edges].astype(np.int64) for edges in tiles.EDGES)
-        narrow = (abs(near - far) < NEARBY).all(1)
+        near, far = tiles.EDGES
+        narrow = (abs(lines[:, near].astype(np.int64) - lines[:, far]) < NEARBY).all(1)
         order = np.lexsort((*shorter, lines[:, tiles.HEAD], narrow * lines[:, tiles.START] // NEARBY, longest))
         if few or by_block:
             size = max(1, min(together, len(lines) // 64))
