@@ -530,11 +530,12 @@ class TestRepeats:
             assert found == [1, 2, 1]
         finally:
             torch.set_num_threads(threads)
-        forward, machine = cpu.forward, cpu.PROCESSOR
-        monkeypatch.setattr(cpu, "forward", lambda *x: ran.append(x[0]) or monkeypatch.undo() or forward(*x))
-        monkeypatch.setattr(cpu, "PROCESSOR", replace(machine, highest=machine.set_of(torch.float32) - 1))
-        assert torch.equal(attention(*inputs, Window(3), backend="cpu"), expected)
-        assert len(ran) == 1
+        machine = cpu.PROCESSOR
+        now = machine.set_of(torch.float32)
+        monkeypatch.setattr(cpu, "_run", lambda *x: ran.append(x[2]) or run(*x[:2], now, x[3]))
+        monkeypatch.setattr(cpu, "PROCESSOR", replace(machine, highest=now - 1))
+        torch.testing.assert_close(attention(*inputs, Window(3), backend="cpu"), expected, rtol=1e-5, atol=1e-5)
+        assert ran == [now - 1]
 
     @pytest.mark.parametrize("pattern", [PATTERNS["dilated"], LAYOUT], ids=["dilated", "layout"])
     def test_tables_outlive_the_cache_and_inputs_do_not_outlive_the_caller(self, pattern):
@@ -557,6 +558,35 @@ class TestRepeats:
         call = Call.remembered(*inputs, Window(3), {**calls._DEFAULTS, "backend": "cpu"})
         assert execution.repeat(call, *inputs) is None
         assert torch.equal(attention(*inputs, Window(3), backend="cpu"), expected)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("new", [1, 2])
+    @pytest.mark.parametrize("name", ["whole", "lists a head", "bits"])
+    def test_each_new_token_under_a_layout_repeats_one_call(self, name, new, is_causal):
+        """Nothing is made anew, and each step is right, also without keys, and where the queries cross a block."""
+        layout = {
+            "whole": BlockLayout.local(90, 20, 8) | BlockLayout.global_(90, 9, 8),
+            "lists a head": BlockLayout.stack([BlockLayout.random(90, 0.4, i, (4, 8)) for i in range(4)], over="heads"),
+            "bits": BlockLayout.from_mask(torch.rand(90, 90) < 0.5, 90, (6, 16)),
+        }[name]
+        q, k, v = (torch.randn(2, 90, heads, 16) for heads in (4, 2, 2))
+        steps = [(0, 90), (0, 90), *((0, stop) for stop in range(1, 90)), (7, 31), (60, 89), (5, 5), (89, 90)]
+        missed = []
+        for i, (begin, stop) in enumerate(steps):
+            start = (i * new) % (90 - new) if i < 92 else 40
+            if is_causal and stop < start + new and i % 2:
+                stop = start + new
+            options = {"is_causal": is_causal, "q_start": start, "k_start": begin, "return_lse": True}
+            inputs = q[:, start : start + new], k[:, begin:stop], v[:, begin:stop]
+            expected = attention(*inputs, layout, **options, backend="reference")
+            before = plan_cache.info().misses
+            found = attention(*inputs, layout, **options, backend="cpu")
+            if start % layout.q_block + new <= layout.q_block:
+                missed.append(plan_cache.info().misses - before)
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        assert len(missed) > 40
+        assert not any(missed[1:])
 
     def test_kinds_are_bounded(self):
         call = Call.remembered(*tensors(), Window(3), {**calls._DEFAULTS, "backend": "cpu"})

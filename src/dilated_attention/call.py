@@ -21,7 +21,7 @@ from dilated_attention.backends import table
 from dilated_attention.backends.attributes import NO_ATTRIBUTES, Attributes, attributes_of
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import Problem, Repeat
-from dilated_attention.cache import derived, plan_cache
+from dilated_attention.cache import plan_cache
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import check_transport, context_group, mesh_size
@@ -114,10 +114,11 @@ class Call:
             name its form.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts, placed: the positions of the first query and of the first key, and whether they were given.
-        problems: the `Problem` for each (shape of q, shape of k, device) that the call has run with; empty if it
-            depends on more, such as a mask.
+        problems: for each (positions, shape of q, shape of k, device) that the call has run with, the `Problem` without
+            what is read of tensors. Calls that differ only in these and in tensors share a few of them.
         repeats: what a backend prepared for tensors of a kind (strides, alignment); None unless the cache keeps the
             call, by `key`. It keeps no product with its layouts.
+        latest: where the last call of `_at` lay, and that call. All layers of a model lie at one place.
     """
 
     branches: Branches
@@ -138,9 +139,10 @@ class Call:
     buckets: Tensor | None = None
     query_tokens: Tensor | None = None
     key_tokens: Tensor | None = None
-    problems: dict[Hashable, Problem] = field(init=False, default_factory=dict)
+    problems: dict[Hashable, Problem] = field(default_factory=dict)
     repeats: dict[Hashable, Repeat | None] | None = field(init=False, default=None)
     key: Hashable = field(init=False, default=None)
+    latest: tuple[Hashable, Any] = field(init=False, default=(None, None))
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **given: Unpack[Options]) -> Call:
@@ -158,6 +160,8 @@ class Call:
         call = call._with_tensors(q, k, options)
         if isinstance(pattern, (BlockLayout, Product)):
             call = call._with_layouts(pattern, q, k, seq_len, ranks is not None)
+            if call.placed and call.cu_seqlens is None:
+                call._check_reach(call.layouts[0], q.shape[1], k.shape[1])
         if ranks is not None:
             # In eager mode q is made to require gradients if some rank wants them.
             gradients = not torch.compiler.is_compiling() or any(x.requires_grad for x in (q, k, v))
@@ -188,18 +192,32 @@ class Call:
                 call._warn(pattern, options, q, k)
             return call._remembered(key)
 
-        plain = plan_cache.get(key, make)
-        call = plain._with_tensors(q, k, options)
-        if isinstance(pattern, Product):
-            return call._with_layouts(pattern, q, k, q.shape[1], False)
-        if not isinstance(pattern, BlockLayout):
-            return call
-        pattern.require_unchanged()
-        if call is not plain:
+        call = plan_cache.get(key, make)
+        if isinstance(pattern, BlockLayout) and options["cu_seqlens"] is None:
+            pattern.require_unchanged()
+            call = call._with_lists(key, pattern, q, k)
+            if call.placed:
+                call = call._at(starts_of(options), q, k)
+        call = call._with_tensors(q, k, options)
+        if isinstance(pattern, Product) or (isinstance(pattern, BlockLayout) and not call.layouts):
             return call._with_layouts(pattern, q, k, k.shape[1], False)
-        layout = pattern
-        own_key = (key, pattern.key)
-        return plan_cache.get(own_key, lambda: call._with_layouts(layout, q, k, k.shape[1], False)._remembered(own_key))
+        return call
+
+    def _with_lists(self, key: Hashable, layout: BlockLayout, q: Tensor, k: Tensor) -> Call:
+        """Return this call, which `plan_cache` keeps by `key`, with its layout, from the cache too."""
+        key = key, layout.key
+        return plan_cache.get(key, lambda: self._with_layouts(layout, q, k, k.shape[1], False)._remembered(key))
+
+    def _at(self, starts: tuple[int, int], q: Tensor, k: Tensor) -> Call:
+        """Return this call of a layout at these positions. Both share what backends repeat."""
+        place = starts, k.shape[1]
+        latest, call = self.latest
+        if latest != place:
+            call = replace(self, starts=starts)
+            call._check_reach(call.layouts[0], q.shape[1], k.shape[1])
+            call.__dict__.update(repeats=self.repeats, key=self.key)
+            self.__dict__.update(latest=(place, call))
+        return call
 
     def _warn(self, pattern: Pattern, options: Options, q: Tensor, k: Tensor) -> None:
         """Warn of tokens that take part for no head; with `head_offset`, another rank's heads may serve them."""
@@ -278,14 +296,9 @@ class Call:
     def backend(self) -> table.Backend:
         return self.choice.backend
 
-    @derived
-    def factor(self) -> float:
-        """Return the factor by which q is multiplied first, so that the scale that backends get is positive."""
-        return self.scores.split()[0]
-
-    @derived
+    @property
     def backend_scores(self) -> Scores:
-        """Return the scores that backends get, together with q * `factor`."""
+        """Return the scores that backends get, together with q times the factor of `Scores.split`."""
         return self.scores.split()[1]
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:
@@ -393,8 +406,6 @@ class Call:
             if self.cu_seqlens is not None or self.placed:
                 seq_len = pattern.seq_len
             pattern.check(self.sample_count(q), seq_len, heads, kv_heads)
-            if self.placed and self.cu_seqlens is None:
-                self._check_reach(pattern, q.shape[1], k.shape[1])
             layouts: tuple[BlockLayout, ...] = (pattern,)
         else:
             if in_export() and (self.lengths is not None or self.cu_seqlens is not None):
@@ -417,7 +428,7 @@ class Call:
                 )
             lists = torch.device("cpu") if q.device.type == "meta" else q.device
             layouts = tuple([layout.for_heads(heads).to(lists) for layout in layouts])
-        return replace(self, layouts=layouts)
+        return replace(self, layouts=layouts, problems={})
 
     def _check_reach(self, layout: BlockLayout, queries: int, keys: int) -> None:
         """Raise ValueError if a query, or a key that some query may see, lies beyond the layout of the whole
@@ -460,6 +471,7 @@ class Call:
 TENSORS = ("sinks", "lengths", "cu_seqlens", "key_padding_mask")
 """The options whose values are tensors, apart from a bias, whose form decides what serves it."""
 
+_TENSOR_TYPES: frozenset[Any] = frozenset((Tensor, torch.nn.Parameter))  # not other classes, which may be less
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _COMPARED_BY_VALUE = frozenset((Dilated, Window))
 
@@ -478,7 +490,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
     if not _PLAIN.issuperset(types):
-        values = tuple(["given" if _is_tensor(name, x) else x for name, x in options.items()])
+        given = {name: "given" for name in TENSORS if type(options[name]) in _TENSOR_TYPES}  # type: ignore[literal-required]
+        options = {**options, **given}  # type: ignore[typeddict-item]
+        values = tuple(options.values())
         types = tuple(map(type, values))
     if options["mesh"] is not None or not _PLAIN.issuperset(types) or q.is_nested or k.is_nested or v.is_nested:
         return None
@@ -492,15 +506,17 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
         return None
     if q.dim() != 4 or q.size(2) >= checks.MANY_HEADS:
         return None
+    shapes = [q.shape, k.shape, v.shape]
+    if isinstance(pattern, BlockLayout) and placed(options) and k.dim() == v.dim() == 4 and k.size(1) == v.size(1):
+        first_query, _ = starts_of(options)
+        if first_query % pattern.q_block + q.size(1) <= pattern.q_block:
+            # Queries of one list: the same call with any list and any number of keys (`_at`).
+            values = tuple({**options, "q_start": None, "k_start": None}.values())
+            shapes[1:] = k.shape[:1], k.shape[2:], v.shape[:1], v.shape[2:]
     return (
-        "call", kind, shown, values, types, q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
-        v.shape, v.dtype, v.device, v.layout,
+        "call", kind, shown, values, types, *shapes, q.dtype, q.device, q.layout, k.dtype, k.device, k.layout,
+        v.dtype, v.device, v.layout,
     )  # fmt: skip
-
-
-def _is_tensor(option: str, given: Any) -> bool:
-    """Return whether an option of `TENSORS` is a tensor, and of no other class that may be less."""
-    return option in TENSORS and (type(given) is Tensor or type(given) is torch.nn.Parameter)
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor, if_mixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,8 @@ from dilated_attention.merge import running
 from dilated_attention.plan import Plan
 
 MOST_KINDS = 8
-"""The most kinds of tensors, by strides and alignment, for which a call keeps what a backend prepared."""
+"""The most kinds of tensors, by strides and alignment, for which a call keeps what a backend prepared, and the most
+problems that it keeps."""
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,7 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     if kind not in call.repeats:
         if len(call.repeats) == MOST_KINDS:
             return None
-        alone = call.factor == 1 and call.scores.dropout_p == 0 and v.size(3) == q.size(3)
+        alone = call.scores.split()[0] == 1 and call.scores.dropout_p == 0 and v.size(3) == q.size(3)
         alone = alone and q.stride(3) == k.stride(3) == v.stride(3) == 1
         prepared, nbytes = None, 0
         if alone:
@@ -103,7 +104,7 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         call.repeats[kind] = prepared
         plan_cache.grow(call.key, call, nbytes)
     run = call.repeats[kind]
-    return None if run is None else run(q, k, v)
+    return None if run is None else run(q, k, v, call.starts)
 
 
 def backward(
@@ -162,14 +163,18 @@ def _each(call: Call, q: Tensor, k: Tensor) -> Iterator[tuple[Problem, tuple[sli
 
 
 def _problem(call: Call, q: Tensor, k: Tensor) -> Problem:
-    """Return the problem of a call whose samples are all as long as q, made once if it depends on shapes alone."""
-    shapes = q.shape, k.shape, q.device
-    held = call.problems.get(shapes)
+    """Return the problem of a call whose samples are all as long as q. What depends on shapes alone is made once."""
+    key = call.starts, q.shape, k.shape, q.device
+    held = call.problems.get(key)
     if held is None:
-        held = _problem_of(call, q, call.plan(q.shape[1], k.shape[1]), call.attributes(q, k))
-        if held.attributes.empty:
-            call.problems[shapes] = held
-    return held
+        plan = call.plan(q.shape[1], k.shape[1])
+        if len(call.problems) == MOST_KINDS:
+            call.problems.clear()
+        held = call.problems[key] = Problem(plan, call.backend_scores, layouts=layouts_of(call, q, plan))
+    attributes = call.attributes(q, k)
+    if attributes.empty:
+        return held
+    return replace(held, attributes=attributes, bias=call.bias_source())
 
 
 def _problem_of(call: Call, q: Tensor, plan: Plan, attributes: Attributes, sample: int | None = None) -> Problem:

@@ -105,9 +105,10 @@ class Processor:
 
     def set_of(self, dtype: torch.dtype) -> int:
         """Return the instruction set used for tensors of this dtype."""
-        if dtype == torch.bfloat16 or self.in_halves(dtype):
+        most = self.highest_in_float32
+        if dtype == torch.bfloat16 or self.highest <= most or self.in_halves(dtype):
             return self.highest
-        return min(self.highest, self.highest_in_float32)
+        return most
 
     def in_tiles(self, dtype: torch.dtype) -> bool:
         """Return whether tensors of this dtype are multiplied in the tile registers of AMX."""
@@ -190,26 +191,43 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
     bytes of the tables that it keeps; None if these exceed `MOST_PREPARED`."""
     found = launches(problem, q, "queries", forward=True)
-    nbytes = sum(x.table.lines.nbytes + x.jobs.nbytes for x in found)
-    if nbytes > MOST_PREPARED:
+    nbytes = sum([x.table.lines.nbytes + x.jobs.nbytes for x in found])
+    if nbytes > MOST_PREPARED or not found:
         return None
 
-    instructions = PROCESSOR.set_of(q.dtype)
     covered = problem.plan.covered
     arguments = _Arguments(problem, q, k, v)
-    shared = arguments.shared
+    instructions = arguments.instructions
     kind = arguments.type
     calls = []
     for launch in found:
         arguments.launch(launch)
-        calls.append((bytes(arguments.call), launch))  # whose tables the call reads
+        calls.append(bytes(arguments.call))
 
-    def repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    group = problem.plan.groups[0]
+    layout = problem.layouts[group.tokens] if problem.layouts is not None and group.tokens else None
+    per_key = arguments.work / max(1, k.shape[1])
+    lines_at = {(group.at, k.shape[1]): found[0].table.lines}  # at the latest place, which a model's layers share
+
+    def repeat(q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
         if PROCESSOR.set_of(q.dtype) != instructions:
-            return forward(problem, q, k, v)
+            return None
+        keys = k.shape[1]
+        shared = per_key * keys > ONE_THREAD
+        lines = None
+        if layout is not None:  # then there is one launch
+            lines = lines_at.get((starts, keys))
+            if lines is None:
+                lines = tiles.moved(found[0].table, layout, starts, q.shape[1], keys)
+                lines_at.clear()
+                lines_at[starts, keys] = lines
+
         out, lse = running(q, covered)
-        for settled, _ in calls:
+        for settled in calls:
             call = _Call.from_buffer_copy(settled)
+            if lines is not None:
+                call.lines = lines.data_ptr()
+                call.M = keys
             call.q = q.data_ptr()
             call.k = k.data_ptr()
             call.v = v.data_ptr()
@@ -355,9 +373,8 @@ def launches(
             groups = chain.from_iterable([of_keys[i] for i in which])
             some = replace(plan, groups=tuple(groups))
         tables = tiles.tables(some, side, shape, layouts, q.device, join=False)
-        return Launches(
-            plan, tuple(launch_of(side, owned, few, together, table, joinable, own, by_block) for table in tables)
-        )
+        made = [launch_of(side, owned, few, together, x, joinable, own, by_block) for x in tables]
+        return Launches(plan, tuple(made))
 
     key = "cpu", id(plan), blocks, side, owned, own, few, together, which, joinable, by_block
     return plan_cache.get(key, make).launches
@@ -458,14 +475,13 @@ class _Arguments:
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
-        work = batch * head_dim * max(problem.plan.entries * ratio, READ * problem.plan.keys)
+        self.work = batch * head_dim * max(problem.plan.entries * ratio, READ * problem.plan.keys)
         self.layouts = problem.layouts
-        self.dtype = q.dtype
         self.type = TYPES[q.dtype]
-        self.shared = work > ONE_THREAD
+        self.instructions = PROCESSOR.set_of(q.dtype)
         self.call = _Call(
             B=batch, N=tokens, M=k.shape[1], H=k.shape[2], G=ratio, D=head_dim,
-            threads=torch.get_num_threads() if self.shared else 1, scores=_Scores(*problem.scores),
+            threads=torch.get_num_threads() if self.work > ONE_THREAD else 1, scores=_Scores(*problem.scores),
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
         self.set(q=q, k=k, v=v, lengths=problem.lengths)
@@ -474,8 +490,9 @@ class _Arguments:
             one_by_one = self.call.threads == 1 or len(problem.plan.groups) == 1
             self.bias = entries_of(problem.bias, problem.attributes, q, k, one_by_one)
 
-        if problem.hidden is not None:
-            self.set(hidden=problem.hidden[..., 0].expand(batch, -1).contiguous())
+        hidden = problem.hidden
+        if hidden is not None:
+            self.set(hidden=hidden[..., 0].expand(batch, -1).contiguous())
         if problem.scores.dropout_p:
             words = problem.attributes.keys["words"]
             per_head = words.shape[2] > 1
@@ -510,7 +527,6 @@ class _Arguments:
             few=launch.few, joined=launch.joined, by_block=launch.by_block,
         )  # fmt: skip
         if self.layouts is None or table.count is None:
-            self.set(indptr=None, indices=None, kinds=None, bits=None)
             return
 
         layout = self.layouts[table.count]
@@ -539,7 +555,7 @@ class _Arguments:
 def run(kernel: str, arguments: _Arguments, launch: Launch) -> None:
     """Run a kernel over a launch's tiles, in one call of the library; MemoryError if its threads get no memory."""
     arguments.launch(launch)
-    _run(kernel, arguments.type, PROCESSOR.set_of(arguments.dtype), arguments.call)
+    _run(kernel, arguments.type, arguments.instructions, arguments.call)
 
 
 def _run(kernel: str, kind: int, instructions: int, call: _Call) -> None:

@@ -151,6 +151,21 @@ def _block_table(
     return replace(table, count=groups[0].listed)
 
 
+def moved(table: Table, layout: BlockLayout, at: tuple[int, int], queries: int, keys: int) -> Tensor:
+    """Return the lines of a table of queries in one query block for as many queries that begin at row at[0] of their
+    layout, in one query block too, over `keys` keys from column at[1] on."""
+    row, column = at
+    moved = table.lines.clone()
+    lines = moved.numpy()
+    lines[:, LIST], lines[:, WITHIN] = divmod(row, layout.q_block)
+    lines[:, AHEAD] = column
+    if layout.is_causal:
+        lines[:, EDGES[0]] = row - column
+        keys = max(0, min(keys, row + queries - column))
+    lines[:, COUNTS] = keys
+    return moved
+
+
 def _table(
     lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device
 ) -> Table:
@@ -190,16 +205,12 @@ def _to(device: torch.device, lines: np.ndarray) -> Tensor:
 
 def longest(plan: Plan, side: Side, layouts: Layouts | None) -> tuple[int, int]:
     """Return two bounds for tile sizes: the most rows that a tile can hold, and the most that a loop step can visit."""
-    sides = [_sides(group, side) for group in plan.groups]
-    own = max(held.count for held, _ in sides)
-    loop = max(seen.count for _, seen in sides)
-    if layouts is None:
-        return own, loop
-
-    blocks = [_held_first(side, *layout.block_size) for layout in layouts.values()]
-    largest_held = max(held for held, _ in blocks)
-    largest_seen = max(seen for _, seen in blocks)
-    return min(own, largest_held), min(loop, largest_seen)
+    queries = max([group.queries.count for group in plan.groups])
+    keys = max([group.keys.count for group in plan.groups])
+    if layouts is not None:
+        queries = min(queries, max([layout.q_block for layout in layouts.values()]))
+        keys = min(keys, max([layout.k_block for layout in layouts.values()]))
+    return _held_first(side, queries, keys)
 
 
 def concatenate(plans: Sequence[Plan], starts: Sequence[int], seq_len: int) -> Plan:
@@ -246,7 +257,8 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
     touched: dict[tuple[int, int], dict[int, list[tuple[int, int, int, int]]]] = {}
     strides: dict[int, None] = {}  # in order
     for group in groups:
-        rows, _ = _sides(group, side)
+        rows = group.queries if side == "queries" else group.keys
+        heads = _heads(group)
         low = rows.start
         high = low + (rows.segments - 1) * rows.segment + (rows.count - 1) * rows.stride + 1
         stride = rows.stride
@@ -256,7 +268,7 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
         strides[stride] = None
 
         turn = 0
-        for head, other_stride in product(_heads(group), strides):
+        for head, other_stride in product(heads, strides):
             found = touched.get((head, other_stride), {})
             residues = [residue] if other_stride == stride else list(found)
             for other_residue in residues:
@@ -265,7 +277,7 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
                         break
                     if other_low < high and low < other_high:
                         turn = max(turn, other + 1)
-        for head in _heads(group):
+        for head in heads:
             intervals = touched.setdefault((head, stride), {}).setdefault(residue, [])
             furthest = max(high, intervals[-1][2]) if intervals else high
             intervals.append((low, high, furthest, turn))
@@ -461,7 +473,7 @@ def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
     """Return one line per tile and head: the cells of `parts` cut into tiles of `own` rows. Tiles of one cell and head
     are neighbours, because their loops read the same rows. In a causal cell the tiles with the most work come first."""
     blocks = []
-    columns = max(cells.shape[1] for cells, _ in parts)
+    columns = max([cells.shape[1] for cells, _ in parts])
     for cells, heads in parts:
         tiles = -(-cells[:, ROWS] // own)
         cell, copy = _runs(tiles * len(heads))

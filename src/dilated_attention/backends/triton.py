@@ -162,8 +162,12 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     covered = problem.plan.covered
     single = q.dtype == torch.float32
     bound: list[tuple[Bound, tuple[Tensor | None, ...]]] = []
+    in_lists = {group.at for group in problem.plan.groups if group.tokens}
+    keys = k.shape[1]
 
-    def repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def repeat(q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+        if in_lists and (in_lists != {starts} or k.shape[1] != keys):
+            return None
         if (q.is_cuda and not on_default_stream(q)) or (single and _precision(q.dtype) != precision):
             return forward(problem, q, k, v)
         out, lse = running(q, covered)
