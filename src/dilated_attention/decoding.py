@@ -13,7 +13,7 @@ from dilated_attention.call import Pattern, as_autocast
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.merge import with_sinks
-from dilated_attention.patterns import Dilated, Window
+from dilated_attention.patterns import Dilated
 from dilated_attention.torch_internals import without_autocast
 
 
@@ -45,11 +45,6 @@ def cached_attention(
         True
     """
     q, k, v = _checked(q, k, v, scale, sinks)
-    if isinstance(pattern, Window) and not (pattern.leading or torch.compiler.is_compiling()):
-        # It is the same at any position: with its rows alone, the next token repeats this call.
-        first = max(0, k.shape[1] - q.shape[1] - pattern.before * pattern.rate)
-        k = k[:, first:]
-        v = v[:, first:]
     with without_autocast(q):
         out = attention(q, k, v, pattern, is_causal=True, scale=scale, sinks=sinks, q_start=k.shape[1] - q.shape[1])
     assert isinstance(out, Tensor)
