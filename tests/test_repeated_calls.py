@@ -33,7 +33,7 @@ from dilated_attention import (
 from dilated_attention import call as calls
 from dilated_attention.backends import cpu, triton
 from dilated_attention.backends.jobs import Launches
-from dilated_attention.backends.table import BACKENDS
+from dilated_attention.backends.table import BACKENDS, Choice
 from dilated_attention.call import Call
 from processors import by_name_in_a_graph
 
@@ -590,12 +590,24 @@ class TestRepeats:
 
     def test_kinds_are_bounded(self):
         call = Call.remembered(*tensors(), Window(3), {**calls._DEFAULTS, "backend": "cpu"})
+        call.__dict__["choice"] = Choice(replace(call.backend, any_strides=False))
         for more in range(2 * execution.MOST_KINDS):
             inputs = [torch.randn(2, N, 4, 8 + more)[..., :8] for _ in range(3)]
             expected = attention(*inputs, Window(3), backend="native")
             assert (execution.repeat(call, *inputs) is None) == (more >= execution.MOST_KINDS)
             torch.testing.assert_close(attention(*inputs, Window(3), backend="cpu"), expected, rtol=1e-5, atol=1e-5)
         assert len(call.repeats) == execution.MOST_KINDS
+
+    def test_strides_are_of_one_kind(self):
+        """A cache that is joined anew for each token has other strides each time."""
+        call = Call.remembered(*tensors(), Window(3), {**calls._DEFAULTS, "backend": "cpu"})
+        call.repeats.clear()
+        for more in range(3):
+            inputs = [torch.randn(2, N + more, 4 + more, 8 + more)[:, more:, more:, :8] for _ in range(2)]
+            inputs.append(torch.randn(2, 4, N + more, 8).transpose(1, 2)[:, more:])
+            expected = attention(*inputs, Window(3), backend="reference")
+            torch.testing.assert_close(execution.repeat(call, *inputs)[0], expected, rtol=1e-5, atol=1e-5)
+        assert len(call.repeats) == 1
 
     @pytest.mark.parametrize("backend", ["cpu", "native"])
     def test_gradients_of_a_call_that_passes_no_operator(self, backend):

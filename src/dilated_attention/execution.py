@@ -5,7 +5,7 @@ A call with `lengths` or `cu_seqlens` is *ragged*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,9 +90,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return out and lse of a `remembered` call as its backend repeats it; None if it does not."""
     assert call.repeats is not None
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    aligned = (addresses[0] | addresses[1] | addresses[2]) % 16 == 0
-    kind = q.stride(), k.stride(), v.stride(), aligned or tuple([address % 16 for address in addresses])
+    kind: Hashable = q.stride(3) == k.stride(3) == v.stride(3) == 1
+    if not call.backend.any_strides:
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        aligned = (addresses[0] | addresses[1] | addresses[2]) % 16 == 0
+        kind = q.stride(), k.stride(), v.stride(), aligned or tuple([address % 16 for address in addresses])
     if kind not in call.repeats:
         if len(call.repeats) == MOST_KINDS:
             return None

@@ -231,6 +231,9 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
             call.q = q.data_ptr()
             call.k = k.data_ptr()
             call.v = v.data_ptr()
+            call.qsb, call.qsn, call.qsh, _ = q.stride()
+            call.ksb, call.ksn, call.ksh, _ = k.stride()
+            call.vsb, call.vsn, call.vsh, _ = v.stride()
             call.out = out.data_ptr()
             call.lse = lse.data_ptr()
             call.threads = torch.get_num_threads() if shared else 1

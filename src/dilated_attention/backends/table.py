@@ -34,6 +34,7 @@ class Backend:
         prepare: returns a function that repeats a forward for tensors like the given ones, whose rows are dense, with
             little work for the host, and the bytes that it keeps; None if there is none. The problem has no mask and no
             dropout.
+        any_strides: what it prepared serves all tensors with dense rows.
         attend: replaces these two by a function that autograd differentiates. It has the arguments and results of
             `reference_attention`.
         over_mesh: forward and backward can continue a running state. A rank needs this to compute a call over a mesh
@@ -53,6 +54,7 @@ class Backend:
     forward: Callable[..., tuple[Tensor, Tensor]] = _absent
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _absent
     prepare: Callable[..., tuple[Repeat, int] | None] = lambda *_: None
+    any_strides: bool = False
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None
     over_mesh: bool = False
     masks_over_mesh: bool = False
@@ -79,8 +81,8 @@ _REGISTERED = (
     ),
     Backend(
         "cpu", "our own kernels in C++, measured as fast as PyTorch's operators or faster",
-        cpu.refusal, cpu.on_request, cpu.forward, cpu.backward, cpu.prepare, over_mesh=True, packs_samples=True,
-        skips_rows=True,
+        cpu.refusal, cpu.on_request, cpu.forward, cpu.backward, cpu.prepare, any_strides=True, over_mesh=True,
+        packs_samples=True, skips_rows=True,
         details=lambda facts: cpu.instruction_set_of(facts.dtype),
     ),
     Backend(
