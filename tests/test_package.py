@@ -143,8 +143,8 @@ def test_the_wheel_of_the_library_is_small_and_holds_no_commands():
     files = [path for path in (ROOT / "src" / "dilated_attention").rglob("*.py") if "kernels" not in path.parts]
     assert not {"cli.py", "training", "bench", "verification.py", "conversion.py"} & {path.name for path in files}
     assert not [path for path in files if b"import unittest" in path.read_bytes()]
-    # 271,000 of them without docstrings and comments
-    assert sum(len(zlib.compress(path.read_bytes())) for path in files) <= 431_000
+    # 282,000 of them without docstrings and comments
+    assert sum(len(zlib.compress(path.read_bytes())) for path in files) <= 440_000
 
 
 def versions(text: str, pattern: str) -> dict[str, Version]:
