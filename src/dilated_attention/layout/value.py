@@ -304,8 +304,8 @@ class BlockLayout:
 
         The function has FlexAttention's signature and conventions: `mask_mod(b, h, q_idx, kv_idx)` gets one number of
         each as int64 tensors without dimensions, may read tensors that it captures, and returns a boolean. `and_masks`
-        and `or_masks` of PyTorch work unchanged. It is first evaluated on ranges, one of queries and one of keys for each
-        block: blocks that this decides are not looked at pair by pair. No tensor of N x N pairs exists.
+        and `or_masks` of PyTorch work unchanged. It is first evaluated on ranges, one of queries and one of keys for
+        each block: blocks that this decides are not looked at pair by pair. No tensor of N x N pairs exists.
         Blocks that it cuts get a mask of bits; equal masks are stored once. The layout is causal if no query sees a
         later key and some block shows its whole lower triangle.
 
