@@ -29,8 +29,9 @@ FUNCTIONS = [
     lambda b, h, q, k: TABLE[b, q] > TABLE[1, k] - h,
     lambda b, h, q, k: NUMBER[torch.where(q > k, q, 0)] * NUMBER[k] < NUMBER[q],
     lambda b, h, q, k: torch.where(q < 50, HIDDEN[q], k > q),
+    lambda b, h, q, k: torch.where(q < 50, SAMPLE.int()[q], -1) == SAMPLE.int()[k],
     lambda b, h, q, k: torch.maximum(q, k) - torch.minimum(q, -k) > 60,
-    lambda b, h, q, k: HIDDEN[q].to(torch.int64) + (k > 3).to("cpu") < 2.5,
+    lambda b, h, q, k: HIDDEN[q].to(torch.int64) + (k > 3).to("cpu").to(torch.int64) < 1.5,
     lambda b, h, q, k: NUMBER[q].to(torch.bool) & q.new_ones((), dtype=torch.bool) | q.new_zeros((), dtype=torch.bool),
     and_masks(or_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < 5), lambda b, h, q, k: SAMPLE[q] >= SAMPLE[k]),
 ]
@@ -96,6 +97,10 @@ def test_blocks_that_are_decided_are_not_looked_at(monkeypatch):
         lambda b, h, q, k: (q & k) == 0,  # bits of integers
         lambda b, h, q, k: q // (k + 1) == 0,  # a divisor that varies
         lambda b, h, q, k: q - k,  # no boolean
+        lambda b, h, q, k: HIDDEN[q] + HIDDEN[k] < 2,  # a sum of booleans is a boolean
+        lambda b, h, q, k: SAMPLE.to(torch.uint8)[q] - 5 < 3,  # it wraps around
+        lambda b, h, q, k: SAMPLE.int()[q] * 2**30 > 3,  # so does int32
+        lambda b, h, q, k: (q * 2**40) * 2**30 > 3,  # and int64
         lambda b, h, q, k: True,  # no tensor
         lambda b, h, q, k: q > 3 if k > 3 else q > 5,  # a decision for each pair
         lambda b, h, q, k: torch.sin(q) > 0,  # a function without a rule

@@ -53,6 +53,20 @@ def _of_numbers(rule: Rule) -> Rule:
     return of
 
 
+def _of_integers(rule: Rule) -> Rule:
+    """The same, for int64 up to 2^31: of these no sum or product overflows, in a range or in the function itself."""
+
+    @wraps(rule)
+    def of(*operands: Any) -> Range:
+        ranges = [Range.of(x) for x in operands]
+        for x in ranges:
+            if x.low.dtype != torch.int64 or int(x.low.min()) < -(2**31) or int(x.high.max()) > 2**31:
+                raise TypeError("sums and products have ranges for int64 up to 2^31")
+        return rule(*ranges)
+
+    return of
+
+
 def _of_booleans(rule: Rule) -> Rule:
     """The same, for booleans alone."""
 
@@ -109,12 +123,12 @@ def _or(a: Range, b: Range) -> Range:
     return Range(a.low | b.low, a.high | b.high)
 
 
-@_of_numbers
+@_of_integers
 def _add(a: Range, b: Range) -> Range:
     return Range(a.low + b.low, a.high + b.high)
 
 
-@_of_numbers
+@_of_integers
 def _negative(a: Range) -> Range:
     return Range(-a.high, -a.low)
 
@@ -127,14 +141,14 @@ def _subtract_from(a: Any, b: Any) -> Range:
     return _subtract(b, a)
 
 
-@_of_numbers
+@_of_integers
 def _multiply(a: Range, b: Range) -> Range:
     corners = torch.broadcast_tensors(a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high)
     products = torch.stack(corners)
     return Range(products.amin(0), products.amax(0))
 
 
-@_of_numbers
+@_of_integers
 def _largest(a: Range, b: Range) -> Range:
     return Range(torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
 
@@ -147,13 +161,13 @@ def _magnitude(a: Any) -> Range:
     return _largest(_largest(a, _negative(a)), 0)
 
 
-@_of_numbers
+@_of_integers
 def _quotient(a: Range, b: Range) -> Range:
     divisor = _positive(b)
     return Range(a.low // divisor, a.high // divisor)
 
 
-@_of_numbers
+@_of_integers
 def _remainder(a: Range, b: Range) -> Range:
     divisor = _positive(b)
     wraps_around = a.low // divisor != a.high // divisor
@@ -187,7 +201,7 @@ def _read(table: Any, index: Any) -> Range:
             found = part
         else:
             raise TypeError("a table is read at one range")
-    if found is None or table.ndim != 1 or table.is_floating_point():
+    if found is None or table.ndim != 1 or table.dtype not in (torch.bool, torch.int32, torch.int64):
         raise TypeError("a table of integers or booleans is read at one range")
     first = int(found.low.min())
     end = int(found.high.max()) + 1
@@ -214,7 +228,7 @@ def _convert(x: Range, to: Any) -> Range:
     """Return a range as another dtype, or on a device, which it is on already."""
     if to == torch.bool:
         return _differ(x, 0)
-    if to in (torch.int32, torch.int64):
+    if to == torch.int64:
         return x.number()
     if isinstance(to, torch.dtype):
         raise TypeError("a range holds integers and booleans")
@@ -258,7 +272,9 @@ class Range:
         return self.low.dtype == torch.bool
 
     def number(self) -> Range:
-        return Range(self.low.long(), self.high.long()) if self.is_boolean else self
+        if self.low.is_floating_point():
+            return self
+        return Range(self.low.long(), self.high.long())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

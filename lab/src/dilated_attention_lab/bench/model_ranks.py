@@ -46,8 +46,10 @@ def training(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     """Time a training step on the same sequence on one rank, while the others wait, and shared by all.
 
     Return processor seconds as `rank_processes.MODES["selecting"]` does, and the relative `difference` of the losses.
+    Activations are computed anew in the backward: one rank could not hold those of 65,536 tokens.
     """
-    model = _of_gemma_shape()
+    model = _of_gemma_shape().train()
+    model.gradient_checkpointing_enable()
     rank = dist.get_rank()
     losses = {}
 
