@@ -202,7 +202,7 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     calls = []
     for launch in found:
         arguments.launch(launch)
-        calls.append(bytes(arguments.call))
+        calls.append((bytes(arguments.call), launch, problem.layouts))  # whose tables and lists the call reads
 
     group = problem.plan.groups[0]
     layout = problem.layouts[group.tokens] if problem.layouts is not None and group.tokens else None
@@ -223,7 +223,7 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
                 lines_at[starts, keys] = lines
 
         out, lse = running(q, covered)
-        for settled in calls:
+        for settled, *_ in calls:
             call = _Call.from_buffer_copy(settled)
             if lines is not None:
                 call.lines = lines.data_ptr()
