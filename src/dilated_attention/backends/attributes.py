@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from jaxtyping import Bool, Int64
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dilated_attention.backends import dropout
 
@@ -44,16 +43,6 @@ class Attributes:
             return x[batch, seq]
 
         return self._each(part)
-
-    def padded(self, queries: tuple[int, int], keys: tuple[int, int]) -> Attributes:
-        """Return these attributes with rows of 0 before and after those of queries, and of keys."""
-
-        def pad_rows(x: Tensor, rows: tuple[int, int]) -> Tensor:
-            return pad(x, (0, 0) * (x.dim() - 2) + rows)
-
-        of_queries = {name: pad_rows(x, queries) for name, x in self.queries.items()}
-        of_keys = {name: pad_rows(x, keys) for name, x in self.keys.items()}
-        return Attributes(of_queries, of_keys)
 
     def packed(self, batch: int) -> Attributes:
         """Return the attributes of `batch` samples joined into one sequence."""

@@ -319,10 +319,25 @@ def from_pairs(mask: Tensor, block_size: BlockSize) -> Tables:
 
 
 def _collected_of(mask: Tensor, block_size: BlockSize) -> _Collected:
-    def rows(b: int, h: int, start: int, stop: int) -> Tensor:
-        return mask[b, h, start:stop]
-
-    return _from_rows(rows, (mask.shape[2], mask.shape[3]), (mask.shape[0], mask.shape[1]), block_size)
+    """Collect the blocks of pairs `(batch, heads, queries, keys)`."""
+    batch, heads, queries, keys = mask.shape
+    grid = BlockGrid.of(max(queries, keys), block_size, False)
+    collected = _Collected(grid)
+    at_once = max(1, _AT_ONCE // (grid.columns * grid.k_block * grid.q_block)) * grid.q_block
+    for b in range(batch):
+        for h in range(heads):
+            first_row = (b * heads + h) * grid.rows
+            for start in range(0, queries, at_once):
+                shown = mask[b, h, start : start + at_once]
+                below = -shown.shape[0] % grid.q_block
+                right = grid.columns * grid.k_block - keys
+                if below or right:
+                    shown = torch.nn.functional.pad(shown, (0, right, 0, below))
+                tiled = shown.unflatten(1, (-1, grid.k_block)).unflatten(0, (-1, grid.q_block)).transpose(1, 2)
+                row, column = tiled.any(3).any(2).nonzero(as_tuple=True)
+                blocks = (first_row + start // grid.q_block + row) * grid.columns + column
+                collected.add(blocks, tiled[row, column])
+    return collected
 
 
 torch.library.define(
@@ -348,31 +363,6 @@ def _(mask: Tensor, q_block: int, k_block: int) -> tuple[Tensor, Tensor, Tensor,
     counts = mask.new_empty(*mask.shape[:2], -(-mask.shape[2] // q_block), dtype=torch.int64)
     indices = mask.new_empty(blocks, dtype=torch.int64)
     return counts, indices, torch.empty_like(indices), mask.new_empty(masks, q_block, k_block)
-
-
-def _from_rows(
-    rows: Callable[[int, int, int, int], Tensor], size: tuple[int, int], lead: tuple[int, int], block_size: BlockSize
-) -> _Collected:
-    """Collect the blocks of a mask of `size` = (queries, keys), given a function that returns the rows start to stop of
-    batch element b and head h, booleans (stop - start, keys)."""
-    queries, keys = size
-    grid = BlockGrid.of(max(size), block_size, False)
-    collected = _Collected(grid)
-    at_once = max(1, _AT_ONCE // (grid.columns * grid.k_block * grid.q_block)) * grid.q_block
-    for b in range(lead[0]):
-        for h in range(lead[1]):
-            first_row = (b * lead[1] + h) * grid.rows
-            for start in range(0, queries, at_once):
-                shown = rows(b, h, start, min(queries, start + at_once))
-                below = -shown.shape[0] % grid.q_block
-                right = grid.columns * grid.k_block - keys
-                if below or right:
-                    shown = torch.nn.functional.pad(shown, (0, right, 0, below))
-                tiled = shown.unflatten(1, (-1, grid.k_block)).unflatten(0, (-1, grid.q_block)).transpose(1, 2)
-                row, column = tiled.any(3).any(2).nonzero(as_tuple=True)
-                blocks = (first_row + start // grid.q_block + row) * grid.columns + column
-                collected.add(blocks, tiled[row, column])
-    return collected
 
 
 # ---- FlexAttention
