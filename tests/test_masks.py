@@ -314,6 +314,22 @@ def test_other_numbers_of_queries_than_keys():
     assert BlockLayout.from_block_mask(flex) == layout
 
 
+def test_functions_of_batch_element_and_head():
+    def sees(b, h, q, k):
+        return k <= q + 2 * b - h
+
+    layout = BlockLayout.from_mask_mod(sees, 21, batch=2, heads=3, block_size=4)
+    b = torch.arange(2)[:, None, None, None]
+    h = torch.arange(3)[:, None, None]
+    q = torch.arange(21)[:, None]
+    assert layout.dense_mask().equal(sees(b, h, q, torch.arange(21)))
+    flex = create_block_mask(sees, 2, 3, 21, 21, device="cpu", BLOCK_SIZE=4)
+    assert BlockLayout.from_block_mask(flex) == layout
+    flex.mask_mod = lambda b, h, q, k: 1 / 0
+    with pytest.raises(ValueError, match="called first with b=0, h=0, q_idx=0, kv_idx=0: division by zero"):
+        BlockLayout.from_block_mask(flex)
+
+
 def test_equal_masks_are_stored_once():
     layout = BlockLayout.from_mask_mod(lambda b, h, q, k: (k - q).abs() < 20, 1024, block_size=64)
     assert len(layout.bits) == 3  # of the blocks on the diagonal and beside it

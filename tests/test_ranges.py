@@ -76,9 +76,9 @@ def test_blocks_that_are_decided_are_not_looked_at(monkeypatch):
     looked_at = []
     shown = masks._Function.shown
 
-    def counted(self, b, h, blocks):
+    def counted(self, blocks):
         looked_at.append(len(blocks))
-        return shown(self, b, h, blocks)
+        return shown(self, blocks)
 
     monkeypatch.setattr(masks._Function, "shown", counted)
     sample = torch.arange(2048) // 600

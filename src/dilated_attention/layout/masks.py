@@ -236,37 +236,37 @@ def from_mask_mod(
         heads = 1
     lead = checks.positive("batch", batch), checks.positive("heads", heads)
     grid = BlockGrid.of(max(q_len, k_len), block_size, False)
-    function = _Function(mask_mod, (q_len, k_len), grid, torch.device(device))
+    function = _Function(mask_mod, (q_len, k_len), grid, lead[1])
     collected = _Collected(grid)
-    for number in range(lead[0] * lead[1]):
-        b, h = (torch.tensor(x, device=device) for x in divmod(number, lead[1]))
-        before = number * grid.rows * grid.columns
-        for whole, cut in function.blocks(b, h):
-            collected.add_whole(before + whole)
+    for list_number in range(lead[0] * lead[1]):
+        for whole, cut in function.blocks(list_number, torch.device(device)):
+            collected.add_whole(whole)
             for some in slices(len(cut), grid):
-                collected.add(before + cut[some], function.shown(b, h, cut[some]))
+                collected.add(cut[some], function.shown(cut[some]))
     return collected.tables(lead)
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """Evaluate a mask_mod of `size` = (queries, keys) on blocks of one batch element and head."""
+    """Evaluate a mask_mod of `size` = (queries, keys) on blocks, numbered as in `_Collected`, of `heads` heads."""
 
     mask_mod: MaskMod
     size: tuple[int, int]
     grid: BlockGrid
-    device: torch.device
+    heads: int
 
-    def blocks(self, b: Tensor, h: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Find, some rows of the grid at a time, the blocks that show all their pairs, and those that may show some."""
+    def blocks(self, list_number: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Find, some rows of the grid at a time, the blocks that show all their pairs, and those that may show some, of
+        one head of one batch element: number b * heads + h."""
         grid = self.grid
         queries, keys = self.size
-        column = torch.arange(-(-keys // grid.k_block), device=self.device)
+        b, h = (torch.tensor(x, device=device) for x in divmod(list_number, self.heads))
+        column = torch.arange(-(-keys // grid.k_block), device=device)
         key = self._range(column, grid.k_block, keys)
         rows = -(-queries // grid.q_block)
         at_once = max(1, _AT_ONCE // (16 * len(column)))
         for start in range(0, rows, at_once):
-            row = torch.arange(start, min(rows, start + at_once), device=self.device)[:, None]
+            row = torch.arange(start, min(rows, start + at_once), device=device)[:, None]
             query = self._range(row, grid.q_block, queries)
             inside = ((row + 1) * grid.q_block <= queries) & ((column + 1) * grid.k_block <= keys)
             shown = ranges.bounds(self.mask_mod, b, h, query, key)
@@ -274,23 +274,32 @@ class _Function:
                 shown = Range(torch.zeros_like(inside), torch.ones_like(inside))
             whole = shown.low & inside
             cut = shown.high & ~whole
-            number = row * grid.columns + column
+            number = (list_number * grid.rows + row) * grid.columns + column
             yield number[whole], number[cut]
 
     def _range(self, block: Tensor, size: int, end: int) -> Range:
         return Range(block * size, ((block + 1) * size).clamp(max=end) - 1)
 
-    def shown(self, b: Tensor, h: Tensor, blocks: Tensor) -> Tensor:
+    def inside(self, blocks: Tensor) -> Tensor:
+        """Return which pairs of some blocks exist, `(blocks, q_block, k_block)`."""
+        query, key = _tokens(self.grid, blocks // self.grid.columns, blocks % self.grid.columns)
+        return (query < self.size[0]) & (key < self.size[1])
+
+    def shown(self, blocks: Tensor) -> Tensor:
         """Return what some blocks show, or raise ValueError with the first index that fails."""
         queries, keys = self.size
-        query, key = _tokens(self.grid, blocks // self.grid.columns, blocks % self.grid.columns)
-        inside = (query < queries) & (key < keys)
+        row = blocks // self.grid.columns
+        list_number = row // self.grid.rows
+        b = list_number // self.heads
+        h = list_number % self.heads
+        query, key = _tokens(self.grid, row, blocks % self.grid.columns)
+        inside = self.inside(blocks)
         query = query[:, :, 0].clamp(max=queries - 1)
         key = key[:, 0].clamp(max=keys - 1)
         of_keys = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
         of_pairs = torch.vmap(of_keys, in_dims=(None, None, 0, None))
-        of_blocks = torch.vmap(of_pairs, in_dims=(None, None, 0, 0))
-        where = f"b={int(b)}, h={int(h)}, q_idx={int(query[0, 0])}, kv_idx={int(key[0, 0])}"
+        of_blocks = torch.vmap(of_pairs)
+        where = f"b={int(b[0])}, h={int(h[0])}, q_idx={int(query[0, 0])}, kv_idx={int(key[0, 0])}"
         try:
             with mapped_indices():
                 shown = of_blocks(b, h, query, key)
@@ -373,24 +382,16 @@ def from_block_mask(m: BlockMask) -> Tables:
     size = int(m.BLOCK_SIZE[0]), int(m.BLOCK_SIZE[1])
     grid = BlockGrid.of(max(queries, keys), size, False)
     lead = (m.kv_num_blocks.shape[0], m.kv_num_blocks.shape[1])
+    rows = -(-queries // size[0])
+    function = _Function(m.mask_mod, (queries, keys), grid, lead[1])
     collected = _Collected(grid)
-    listed = [(m.kv_num_blocks, m.kv_indices, True)]
+    cut = block_numbers(m.kv_num_blocks, m.kv_indices, grid, rows)
+    for some in slices(len(cut), grid):
+        collected.add(cut[some], function.shown(cut[some]))
     if m.full_kv_num_blocks is not None and m.full_kv_indices is not None:
-        listed.append((m.full_kv_num_blocks, m.full_kv_indices, False))
-    for counts, indices, is_partial in listed:
-        blocks = block_numbers(counts, indices, grid, -(-queries // size[0]))
-        for some in slices(len(blocks), grid):
-            row = blocks[some] // grid.columns
-            query, key = _tokens(grid, row, blocks[some] % grid.columns)
-            shown = (query < queries) & (key < keys)
-            if is_partial:
-                head = (row // grid.rows)[:, None, None]
-                tokens = query.clamp(max=queries - 1), key.clamp(max=keys - 1)
-                index = (head // lead[1], head % lead[1], *tokens)
-                flat = [x.expand(shown.shape).reshape(-1) for x in index]
-                with mapped_indices():
-                    shown &= torch.vmap(m.mask_mod)(*flat).view(shown.shape)
-            collected.add(blocks[some], shown)
+        whole = block_numbers(m.full_kv_num_blocks, m.full_kv_indices, grid, rows)
+        for some in slices(len(whole), grid):
+            collected.add(whole[some], function.inside(whole[some]))
     return collected.tables(lead)
 
 

@@ -51,12 +51,12 @@ def trained(
     backward: bool = True,
     repeat: int = 1,
 ) -> Contender:
-    """Return a contender that runs `call` on each of `inputs`, whose output has the shape of the first tensor: the
-    phase `forward`, which does so `repeat` times, and, with `backward`, the phase `forward+backward`, which adds the
-    gradients of inputs and parameters of the last time."""
+    """Return a contender that runs `call` on each of `inputs`: the phase `forward`, which does so `repeat` times, and,
+    with `backward`, the phase `forward+backward`, which adds the gradients of inputs and parameters of the last time.
+    """
     parameters = list(parameters)
     leaves = [[*(x.requires_grad_(backward) for x in some), *parameters] for some in inputs]
-    gradients = [torch.randn_like(some[0]) if backward else None for some in inputs]
+    gradients: list[Tensor] = []
 
     def work() -> Iterator[str]:
         with torch.set_grad_enabled(backward):
@@ -64,6 +64,8 @@ def trained(
                 outs = [call(*some) for some in inputs]
             yield "forward"
             if backward:
+                if not gradients:  # in the first run, which warms up
+                    gradients.extend([torch.randn_like(out) for out in outs])
                 for out, some, gradient in zip(outs, leaves, gradients, strict=True):
                     torch.autograd.grad(out, some, gradient)
                 yield "forward+backward"

@@ -24,6 +24,7 @@ from dilated_attention_lab.bench.results import Recorder, Row, device_folder, fa
 from dilated_attention_lab.bench.suites import (
     Step,
     block_sparse,
+    chosen_keys,
     context_parallel,
     cpu,
     foundation,
@@ -63,6 +64,7 @@ SUITES = {
     "windows": windows,
     "masks": masks,
     "selected": selected,
+    "chosen": chosen_keys,
     "huggingface": minilm,
     "transformers": own_attention,
     "serving": serving,

@@ -7,15 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import BlockLayout, block_sparse_attention
-from dilated_attention.decoding import listed_attention
 from dilated_attention.nn import BlockAttentionMixture, NativeSparseAttention, SelfAttention
 from dilated_attention_lab.bench import measure
-from dilated_attention_lab.bench.cases import contender, trained
+from dilated_attention_lab.bench.cases import trained
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.rivals import sdpa
 from dilated_attention_lab.bench.suites import Step, over
@@ -36,8 +34,6 @@ BARS = {8192: 1.0, 32768: 0.25}
 """The largest ratio of native sparse attention's time, forward and backward, to dense attention of the same width."""
 TOKEN_BARS = {"gather": 0.8, "dense": 0.35}
 """The largest ratio of the time of lists of 2,048 of 32,768 tokens to the time of `gather` and of dense attention."""
-NEW_TOKEN_BAR = 0.5
-"""The largest ratio of one new token's time over 2,048 listed keys of 32,768 to `sdpa` with a mask of them."""
 GATHERED = 128
 """The queries whose keys `gather` holds at a time; in its backward each piece fills a gradient of all keys."""
 
@@ -46,9 +42,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     sizes = [(1024, 2.0)] if quick else [(8192, 60.0), (32768, 400.0)]
     seq_len, number, budget = (512, 64, 2.0) if quick else (32768, 2048, 200.0)
     lists = Step(f"lists of {number:,} of {seq_len:,} tokens", partial(_tokens, seq_len, number, device, budget))
-    new_token = Step(f"a new token over {number:,} of {seq_len:,}", partial(_new_token, seq_len, number, device, 10.0))
     modules = [Step(f"modules that select, {n:,} tokens", partial(_modules, n, device, x)) for n, x in sizes]
-    return [*modules, lists, new_token]
+    return [*modules, lists]
 
 
 def _modules(seq_len: int, device: torch.device, budget: float) -> Iterator[Row]:
@@ -100,26 +95,6 @@ def _tokens(seq_len: int, number: int, device: torch.device, budget: float) -> I
         for phase in PHASES:
             most, title = bar if number == 2048 else None, f"lists of tokens, {phase}: time over {rival}"
             yield over(rounds, "lists", rival, phase, parameters, title, bar=most)
-
-
-@torch.no_grad()
-def _new_token(seq_len: int, number: int, device: torch.device, budget: float) -> Iterator[Row]:
-    """Compare one new token over `number` listed keys of a cache with `sdpa` and a mask of the same keys."""
-    torch.manual_seed(0)
-    shape = {"heads": HEADS, "kv_heads": HEADS, "head_dim": 192, "value_dim": 128}
-    q = torch.randn(1, HEADS, 1, 192, device=device)
-    k, v = (torch.randn(1, HEADS, seq_len, dim, device=device) for dim in (192, 128))
-    chosen = torch.randperm(seq_len, device=device)[:number].view(1, 1, 1, number)
-    seen = torch.zeros(1, 1, 1, seq_len, dtype=torch.bool, device=device).scatter(-1, chosen, True)
-    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-    work = {
-        "lists": contender(partial(listed_attention, query, key, value, chosen)),
-        "sdpa": contender(partial(F.scaled_dot_product_attention, q, k, v, seen)),
-    }
-    rounds = measure.interleave(work, seconds=budget, device=device)
-    bar = NEW_TOKEN_BAR if number == 2048 else None
-    parameters = {"seq_len": seq_len, "keys": number, **shape}
-    yield over(rounds, "lists", "sdpa", "forward", parameters, "a new token over listed keys: time over sdpa", bar=bar)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
