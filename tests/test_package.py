@@ -144,7 +144,7 @@ def test_the_wheel_of_the_library_is_small_and_holds_no_commands():
     assert not {"cli.py", "training", "bench", "verification.py", "conversion.py"} & {path.name for path in files}
     assert not [path for path in files if b"import unittest" in path.read_bytes()]
     # 282,000 of them without docstrings and comments
-    assert sum(len(zlib.compress(path.read_bytes())) for path in files) <= 440_000
+    assert sum(len(zlib.compress(path.read_bytes())) for path in files) <= 450_000
 
 
 def versions(text: str, pattern: str) -> dict[str, Version]:

@@ -149,23 +149,23 @@ def serve(model: nn.Module) -> None:
         if hasattr(kind, "build_attention_mask_from_topk"):
             module.__dict__["build_attention_mask_from_topk"] = partial(_lists_in_a_mask, module)
         elif hasattr(module, "sinks") and getattr(module, "compressor", None) is not None:
-            _override(module.compressor, partial(_keep_bias, module))
+            override(module.compressor, partial(_keep_bias, module))
         elif kind.__name__.endswith("Indexer"):
-            source = _source(kind.forward)
+            source = source_of(kind.forward)
             if all(part in source for part in _DEEPSEEK_FORM):
-                _override(module, partial(_lists_of_topk, module))
+                override(module, partial(_lists_of_topk, module))
             elif "selected_token_mask" in source:
-                _override(module, partial(_lists_of_selected, module))
+                override(module, partial(_lists_of_selected, module))
 
 
-def _source(function: Callable[..., Any]) -> str:
+def source_of(function: Callable[..., Any]) -> str:
     """Return the source of a function, an empty text if there is none."""
     with suppress(OSError, TypeError):
         return inspect.getsource(function)
     return ""
 
 
-def _override(module: nn.Module, forward: Callable[..., Any]) -> None:
+def override(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Override the forward of a module that has no forward of its own yet, such as accelerate's."""
     module.__dict__.setdefault("forward", forward)
 
@@ -191,7 +191,7 @@ def _lists_of_selected(indexer: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(shown, Shown):
         return theirs(**given)
     cache = given[_cache_name(given)]
-    source = _source(type(indexer).forward)
+    source = source_of(type(indexer).forward)
     plain = shown.is_causal and shown.window is None and indexer.index_kv_heads == 1
     if plain and all(part in source for part in _QWEN4_FORM):
         return Chosen(_lists_of_pools(indexer, shown, given["hidden_states"], given["position_embeddings"], cache))

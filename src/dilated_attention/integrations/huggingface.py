@@ -41,13 +41,12 @@ from transformers.masking_utils import causal_mask_function
 
 from dilated_attention import Dilated, UnsupportedError, attention
 from dilated_attention.decoding import cached_attention
-from dilated_attention.integrations import over_ranks
+from dilated_attention.integrations import chosen_keys, over_ranks, relative_biases
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
 from dilated_attention.integrations.chosen_keys import (
     as_listed,
     attend_chosen,
     chooses_keys,
-    serve,
     with_compressed,
 )
 from dilated_attention.integrations.generation_over_ranks import generate_over_ranks as generate_over_ranks
@@ -68,7 +67,6 @@ from dilated_attention.integrations.own_attention import (
     Refused,
     Shown,
     attend,
-    bias_of,
     is_for_operator,
     permuted,
     read_arguments,
@@ -78,6 +76,7 @@ from dilated_attention.integrations.own_attention import (
 from dilated_attention.integrations.pair_masks import layout_in_graph, layout_of_function, layout_of_tensor
 from dilated_attention.integrations.positions import extend_positions as extend_positions
 from dilated_attention.integrations.positions import position_table, require_positions, require_transformers
+from dilated_attention.integrations.relative_biases import bias_of
 from dilated_attention.integrations.sharded_batches import shard_batch as shard_batch
 from dilated_attention.integrations.unpadding import unpad as unpad
 from dilated_attention.plumbing import as_autocast, checks, require_when_run, table
@@ -182,7 +181,8 @@ def _require_own_layers(model: PreTrainedModel) -> None:
     """Refuse a model that cannot use our implementation, and let its forward refuse `output_attentions`."""
     _require_interface(model)
     note(model)
-    serve(model)
+    chosen_keys.serve(model)
+    relative_biases.serve(model)
     options = getattr(model.config, NAME, None)
     if options is not None:
         _require_no_cap(model)
@@ -658,7 +658,7 @@ def attention_forward(
         attention_mask: what our mask function returned.
         is_causal: decides without a mask; None: `module.is_causal` does. A dilated layer's mask must agree with it.
         s_aux: what this library calls sinks.
-        position_bias: `(batch or 1, heads or 1, new or 1, past + new)`, added to scores.
+        position_bias: `(batch or 1, heads or 1, new or 1, past + new)`, added to scores, or less (`relative_biases`).
         kwargs: other arguments of the model, refused if they would change the attention.
 
     Returns:

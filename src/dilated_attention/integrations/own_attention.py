@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from dilated_attention import BlockLayout, Dilated, UnsupportedError, Window, attention
+from dilated_attention.bias import QueryBias, RelativeBias
 from dilated_attention.plumbing import derived, without_overrides
 
 NAME = "dilated_attention"
 
-_ALL = slice(None)
 REMEDY = 'load the model with attn_implementation="sdpa"'
 
 
@@ -458,7 +458,7 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     """Return the attention of q `(batch, queries, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`.
 
     The result is shaped like q, with the head_dim of v. options: scale, dropout_p, sinks and softcap of `attention`,
-    and bias, a tensor `(batch or 1, heads or 1, queries, keys)`.
+    and bias, of which a tensor is `(batch or 1, heads or 1, queries, keys)`.
     """
     bias = options.get("bias")
     if bias is not None and shown.chunk is not None:
@@ -466,6 +466,8 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     if shown.samples is not None:
         return _attend_packed(shown, q, k, v, options)
     if shown.pairs is not None:
+        if bias is not None and not isinstance(bias, Tensor) and shown.q_start != shown.k_start:
+            raise UnsupportedError(f"position_bias with a mask over pairs and a cache: {REMEDY}")
         out = attention(q, k, v, shown.layout, q_start=0, k_start=0, key_padding_mask=shown.hidden, **options)
         assert isinstance(out, Tensor)
         return out
@@ -476,7 +478,7 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
             return _attend_each(shown, q, k, v, options)
     seen = shown.visible
     k, v = k[:, seen], v[:, seen]
-    if bias is not None:
+    if isinstance(bias, Tensor):
         options["bias"] = bias[..., seen]
     if is_for_operator(shown, q, k, options):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -558,27 +560,13 @@ def _attend_aligned(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict
     return permuted(out, (place - first) % shown.keys).masked_fill((place < first)[..., None, None], 0)
 
 
-def _with_part(
-    options: dict[str, Any], sample: int | None, rows: slice = _ALL, keys: slice = _ALL
-) -> dict[str, Any]:  # fmt: skip
-    """Return options with the bias of some rows and keys, and of one sample or (None) of all."""
-    bias = options.get("bias")
-    if bias is None:
-        return options
-    if sample is not None and len(bias) > 1:
-        bias = bias[sample : sample + 1]
-    return {**options, "bias": bias[:, :, rows, keys]}
-
-
-def bias_of(position_bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return a model's position_bias as `attention` takes it, `(batch or 1, heads or 1, queries, keys)`; None if it is
-    zero, as in T5's cross-attention."""
-    if position_bias is None:
-        return None
-    readable = not torch.compiler.is_compiling() and position_bias.device.type == "cpu"
-    if readable and not position_bias.requires_grad and not position_bias.any():
-        return None
-    return position_bias.expand(*position_bias.shape[:2], q.shape[1], k.shape[1])
+def _of_sample(bias: Tensor | RelativeBias | QueryBias, i: int) -> Tensor | RelativeBias | QueryBias:
+    """Return the bias of one row of a batch."""
+    if isinstance(bias, Tensor):
+        return bias[i : i + 1] if len(bias) > 1 else bias
+    if isinstance(bias, QueryBias):
+        return QueryBias(bias.logits[i : i + 1])
+    return bias
 
 
 def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -592,7 +580,7 @@ def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
             row = slice(i, i + 1)
             places = None if shown.places is None else shown.places[row]
             alone = replace(shown, samples=samples[row], places=places)
-            found.append(_attend_packed(alone, q[row], k[row], v[row], _with_part(options, i)))
+            found.append(_attend_packed(alone, q[row], k[row], v[row], {**options, "bias": _of_sample(bias, i)}))
         return torch.cat(found)
     assert shown.hidden is None  # transformers looks for packed samples only where there is no padding mask
     if (samples.diff(dim=1) < 0).any():  # of ESMC: a sample may lie in several places

@@ -22,11 +22,11 @@ PHASES = ("forward", "forward+backward")
 LENGTH = 8192
 """The tokens for which the bars are set."""
 DEEPSEEK_BARS = {512: (0.15, 0.2), 2048: (0.5, 0.6)}
-"""The largest ratio of the time of lists of so many of 8,192 keys to `sdpa` with a mask of them, by phase."""
+"""For each number of keys, of 8,192: the largest ratio of the time of lists to `sdpa` with a mask of them, by phase."""
 MAKING_BAR = 0.1
 """The largest ratio of the time to make a layout of lists to the forward over it."""
 KV_HEADS_BAR = 1.1
-"""The largest ratio of the time of a list per KV head to that of one list for all heads."""
+"""The largest ratio of the time of a list per KV head to one list for all heads."""
 MINIMAX_BAR = 0.35
 """The largest ratio of the time of 16 blocks of 128 of 8,192 keys per query and KV head to dense causal attention."""
 ABSORBED_BAR = 1.5

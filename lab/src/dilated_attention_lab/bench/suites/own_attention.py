@@ -34,6 +34,7 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         return [
             _shape(device, "ModernBERT-base", _modernbert, 1024, "sdpa", {"layers": 3}, {"forward": None}),
             _choosing(device, 1024),
+            _t5(device, 1024),
         ]
     return [
         _shape(device, "ModernBERT-base", _modernbert, 2048, "sdpa", {"layers": 22}, {"forward": 0.8}),
@@ -48,6 +49,8 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         _gemma_blocks(device, 16384),
         _gemma_tokens(device, 8192),
         *[_choosing(device, seq_len) for seq_len in (1024, 2048, 4096, 8192, 16384, 32768)],
+        _t5(device, 4096),
+        _t5(device, 8192),
     ]
 
 
@@ -84,6 +87,13 @@ def _deepseek() -> Any:
         q_lora_rank=512, index_topk=CHOOSING_SHAPE["keys"], vocab_size=256,
     )  # fmt: skip
     return DeepseekV32ForCausalLM(config)
+
+
+def _t5_encoder(layers: int, heads: int) -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(num_layers=layers, d_model=64 * heads, num_heads=heads, d_ff=3072, vocab_size=256)
+    return T5EncoderModel(config)
 
 
 def _choosing(device: torch.device, seq_len: int) -> Step:
@@ -124,6 +134,51 @@ def _choosing(device: torch.device, seq_len: int) -> Step:
             yield Row(memory, parameters, figures[OURS] / figures["sdpa"], "x", bar=0.1 if is_long else None)
 
     return Step(f"a layer of DeepSeek-V3.2 at {seq_len:,} tokens", run)
+
+
+def _t5(device: torch.device, seq_len: int) -> Step:
+    """Compare two layers of T5's encoder with `sdpa`, whose bias has tokens x tokens x heads numbers: time, and memory
+    at the peak. Where the three tensors of that size do not fit in memory, with a backward six, this library is
+    measured alone."""
+    heads = 12
+    parameters: dict[str, Any] = {
+        "model": "T5-base's encoder",
+        "seq_len": seq_len,
+        "dtype": "float32",
+        "heads": heads,
+        "layers": 2,
+    }
+    bars = (0.5, 0.1) if seq_len == 8192 else (None, None)
+
+    def measured(phase: str, tensors: int) -> Iterator[Row]:
+        torch.manual_seed(0)
+        model = _t5_encoder(parameters["layers"], heads).to(device).eval()
+        tokens = torch.randint(256, (1, seq_len), device=device)
+        why = measure.lack_of_memory(tensors * 4 * heads * seq_len**2, device)
+        names = (OURS,) if why else (OURS, "sdpa")
+        work = {name: _call(model, name, tokens, phase != "forward") for name in names}
+        rounds = measure.interleave(work, seconds=30, device=device, least=1, most=5)
+        figures = {}
+        for name in names:
+            yield Row.of(f"position_bias, {name}: {phase}", parameters, rounds.spread(name, phase), "s")
+            added = measure.peak_above_now(partial(list, work[name]()), device)
+            if added is not None:
+                figures[name] = added
+                yield Row(f"position_bias, {name}, {phase}: peak memory", parameters, added, "bytes")
+        title = f"position_bias, {phase}: time over sdpa"
+        if why is not None:
+            yield Row(title, parameters, None, "x", refused=why)
+            return
+        yield over(rounds, OURS, "sdpa", phase, parameters, title, bar=bars[0])
+        if len(figures) == len(names):
+            ratio = figures[OURS] / figures["sdpa"]
+            yield Row(f"position_bias, {phase}: peak memory over sdpa's", parameters, ratio, "x", bar=bars[1])
+
+    def run() -> Iterator[Row]:
+        yield from measured("forward", 3)
+        yield from measured("forward+backward", 6)
+
+    return Step(f"T5-base's encoder at {seq_len:,} tokens", run)
 
 
 def _shape(
