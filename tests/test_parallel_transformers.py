@@ -190,6 +190,27 @@ def test_windows_chunks_sinks_and_caps(size):
         assert max(answers.values()) <= EXACT, answers
 
 
+def biases_by_difference() -> dict[str, float]:
+    """Compare encoders of T5's family, which number positions from the first token that they get, as they are, dilated,
+    and in shards of one token."""
+    answers = families(["t5", "umt5", "mt5"], ["plain", "right", "left"])
+    mesh = mesh_of_all()
+    answers["dilated"] = compared(dilate(build("t5", NAME), [16, 64], [1, 2]), "right", mesh)
+    model = build("t5", NAME)
+    tokens = batch_of("plain")["input_ids"][:, : mesh.size()]
+    right = model(tokens).last_hidden_state
+    set_context_parallel(model, mesh)
+    own = model(**shard_batch({"input_ids": tokens}, mesh)).last_hidden_state
+    answers["a token each"] = relative_error(unshard_sequence(own, mesh, seq_len=mesh.size()), right)
+    return answers
+
+
+def test_biases_by_difference():
+    for answers in processes.run(3, biases_by_difference):
+        assert len(answers) == 11
+        assert max(answers.values()) <= EXACT, answers
+
+
 def listed_keys() -> dict[str, float]:
     """Compare models that list the keys of each query: with scores computed at once and in tiles, and recomputed."""
     answers = families(["deepseek_v32"], ["plain", "right"]) | families(["glm_moe_dsa"], ["left", "packed"])

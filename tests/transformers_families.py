@@ -193,6 +193,14 @@ FULL: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Families whose layers all see every key before a query: the same as above."""
 
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+BIASED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mt5": ("MT5Config", "MT5EncoderModel", _T5),
+    "t5": ("T5Config", "T5EncoderModel", _T5),
+    "umt5": ("UMT5Config", "UMT5EncoderModel", {**_T5, "is_encoder_decoder": False}),
+}
+"""Encoders that add a bias by the difference of positions to their scores: the same as above."""
+
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "doge": ("DogeConfig", "DogeForCausalLM", {}, "computes with its mask"),
     "inkling2": ("Inkling2TextConfig", "Inkling2ForCausalLM", {}, "sinks: a sink for each query .*eager"),
@@ -210,7 +218,7 @@ def _known(config: type[PreTrainedConfig]) -> set[str]:
 
 def build(family: str, implementation: str, **changes: Any) -> PreTrainedModel:
     """Return a model in evaluation mode, with the same weights for every implementation. changes: of its options."""
-    config_name, model_name, options = {**FAMILIES, **CHOOSING, **FULL, **REFUSED}[family][:3]
+    config_name, model_name, options = {**FAMILIES, **CHOOSING, **FULL, **BIASED, **REFUSED}[family][:3]
     pytest.importorskip(f"transformers.models.{family}", reason=f"this version of transformers has no {family}")
     module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
     config_class = getattr(module, config_name)

@@ -674,21 +674,20 @@ def attention_forward(
         kwargs.pop("shift_labels", None)  # the loss has read them
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    given: dict[str, Any] = {"scale": scaling, "sinks": s_aux}
+    given: dict[str, Any] = {"scale": scaling, "sinks": s_aux, "dropout_p": dropout}
     bias = bias_of(position_bias, q, k)
+    if bias is not None:
+        given["bias"] = bias
     if own:
-        given |= {"dropout_p": dropout, "softcap": softcap}
-        if bias is not None:
-            given["bias"] = bias
+        given["softcap"] = softcap
         return _attend_own(module, q, k, v, attention_mask, is_causal, kwargs, given), None
     shown = _shown_of(module, q, k, attention_mask, is_causal, kwargs)
-    ranks = shown.ranks
     pattern, backend = pattern_of(module.config)
     _require_all_heads(module, q.shape[2], pattern)
-    if ranks is not None:
+    if shown.ranks is not None:
         _REPORTED[module] = f"{pattern!r}, over a mesh"
-        given |= {"dropout_p": dropout, "backend": backend}
-        return ranks.attend_dilated(_require_plain(shown), q, k, v, pattern, module, **given), None
+        given["backend"] = backend
+        return shown.ranks.attend_dilated(_require_plain(shown), q, k, v, pattern, module, **given), None
     stop = shown.q_start + shown.queries - shown.k_start
     unknown_past = attention_mask is None and shown.q_start
     if getattr(module, "is_cross_attention", False) or stop != shown.keys or unknown_past:
@@ -699,20 +698,27 @@ def attention_forward(
         raise UnsupportedError(
             f"{type(module).__name__} asks for is_causal={is_causal}, its mask is for is_causal={shown.is_causal}"
         )
-    _require_plain(shown)
     if not torch.compiler.is_compiling():
         _REPORTED[module] = repr(pattern)
+    return _attend_dilated(module, _require_plain(shown), q, k, v, pattern, given | {"backend": backend}), None
+
+
+def _attend_dilated(
+    module: nn.Module, shown: Shown, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, given: dict[str, Any]
+) -> Tensor:
+    """Return dilated attention, of new tokens over a cache too. given: options of `attention`."""
+    bias = given.get("bias")
     if shown.q_start:
         if bias is not None:
             raise UnsupportedError(
                 f"{type(module).__name__}: a dilated layer takes no position_bias with a cache (use_cache=True)"
             )
-        if dropout:
+        if given["dropout_p"]:
             raise UnsupportedError(
-                f"dropout={dropout} with a cache: use model.eval(), no past_key_values, or a model without "
+                f"dropout={given['dropout_p']} with a cache: use model.eval(), no past_key_values, or a model without "
                 "attention dropout"
             )
-        return _attend_cached(shown, q, k, v, pattern, **given), None
+        return _attend_cached(shown, q, k, v, pattern, scale=given["scale"], sinks=given["sinks"])
     lengths, order = real_first(shown.hidden) if torch.compiler.is_compiling() else shown.real
     if bias is not None and order is not None:
         raise UnsupportedError(
@@ -721,10 +727,9 @@ def attention_forward(
         )
     if order is not None:
         q, k, v = (permuted(x, order) for x in (q, k, v))
-    given |= {"dropout_p": dropout, "lengths": lengths, "backend": backend, "bias": bias}
-    out = attention(q, k, v, pattern, is_causal=shown.is_causal, **given)
+    out = attention(q, k, v, pattern, is_causal=shown.is_causal, lengths=lengths, **given)
     assert isinstance(out, Tensor)
-    return (out if order is None else permuted(out, order.argsort(1))), None
+    return out if order is None else permuted(out, order.argsort(1))
 
 
 def _attend_own(

@@ -41,6 +41,10 @@ def accepts(model: nn.Module, name: str) -> bool:
     return name in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
+_TOKENS = 11
+"""The tokens of a probe: a number that no other dimension of a model is likely to have."""
+
+
 @dataclass(eq=False)
 class Probe:
     """Take the place of a `Forward`, and of each layer's attention: a layer returns a function of its own token's q, k
@@ -53,6 +57,7 @@ class Probe:
     is_causal: bool = False
     blocks: Tensor | None = None
     start: int = 0
+    seq_len: int = _TOKENS
 
     def described(self, shown: Shown) -> Shown:
         self.finds_packed |= shown.samples is not None
@@ -91,9 +96,6 @@ class Probe:
 
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 """The arguments by which models learn which tokens are an image or a prefix."""
-
-_TOKENS = 11
-"""The tokens of a probe: a number that no other dimension of a model is likely to have."""
 
 
 @torch.no_grad()

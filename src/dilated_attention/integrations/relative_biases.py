@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dilated_attention.bias import QueryBias, RelativeBias
 from dilated_attention.integrations.chosen_keys import override, source_of
+from dilated_attention.integrations.locality import active
 from dilated_attention.integrations.own_attention import NAME
 
 _OF_T5 = "relative_position = memory_position - context_position"
@@ -44,8 +45,11 @@ def _by_difference(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
     given = inspect.signature(theirs).bind(*args, **kwargs)
     given.apply_defaults()
     queries, keys, device, _past = given.arguments.values()
-    if layer.config._attn_implementation != NAME or queries == 1:
+    over_ranks = active()
+    if layer.config._attn_implementation != NAME or (queries == 1 and over_ranks is None):
         return theirs(*args, **kwargs)
+    if over_ranks is not None:  # the keys are those of a shard
+        keys = over_ranks.seq_len
     extent = keys - 1
     return theirs(1, 2 * extent + 1, device, extent)
 
