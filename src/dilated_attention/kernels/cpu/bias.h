@@ -22,6 +22,7 @@ namespace {
 enum class BiasKind : int64_t { none, by_difference, euclidean, manhattan, chebyshev, by_row };
 
 constexpr int AHEAD = 4;  // rows of a query's entries that are fetched before they are read
+constexpr int LINE = 64 / sizeof(float);
 
 inline Lanes load_anywhere(const float *x) { return floats(load_integers(reinterpret_cast<const int32_t *>(x))); }
 
@@ -276,7 +277,8 @@ class Bias {
       for (int i = 0; i < WIDTH; i++) {
         const int lane = first + x + i < count ? first + x + i : first;
         from[i] = entry + token[lane] * call.bias_row + call.first_column;
-        for (int at = 0; at < CHUNK; at += 16) __builtin_prefetch(from[i] + chunk.token[chunk.count - 1] + 1 + at);
+        // Of the next chunk, from the last element of the first line: this chunk reads the line where both meet.
+        prefetch(from[i] + chunk.token[chunk.count - 1] + LINE, CHUNK);
       }
       int j = 0;
       for (; j + WIDTH <= chunk.count; j += WIDTH) {
