@@ -772,6 +772,12 @@ def test_owners_share_no_queries():
             assert sorted(map(tuple, lines.tolist())) in [sorted(map(tuple, x.table.lines.tolist())) for x in plain]
 
 
+def test_idle_threads_are_estimated_as_samples_come_one_after_another():
+    (launch,) = cpu.launches(problem(dilated(64, 1, (64,), (1,))[0], False, 1.0), torch.empty(1, 64, 1, 8), "queries")
+    launch = replace(launch, weights=np.array([4, 1]))
+    assert launch.idle(threads=2, batch=3) == 9 / 7.5  # 4 and 4 and 1 beside 1 and 4 and 1
+
+
 @pytest.mark.parametrize(("before", "together"), [(128, True), (2000, False)])
 def test_heads_share_pages_of_memory_where_a_window_is_narrow(before, together):
     plan = plan_of(Window(before).branches(4), (0, 4096), None, True)

@@ -44,7 +44,7 @@ class Launch:
 
     def idle(self, threads: int, batch: int) -> float:
         """Estimate the time of the launch if each free thread takes the next job; 1.0: threads are evenly loaded."""
-        jobs = np.repeat(self.weights, batch)
+        jobs = np.tile(self.weights, batch)  # sample after sample, as the kernels take them
         if len(jobs) >= 16 * threads and jobs[0] * threads <= jobs.sum():
             return 1.0
         loads = np.zeros(threads)

@@ -24,12 +24,12 @@ class ForwardByBlock {
   }
   void begin(float *) const {}
 
-  void operator()(int64_t work, float *memory) const {
-    const int64_t job = work / query_heads / call.B, b = work / query_heads % call.B;
-    for (int64_t line = call.jobs[job], end = call.jobs[job + 1]; line < end && !stopped();) {
+  void operator()(int64_t number, float *memory) const {
+    const Work work(call, number, query_heads);
+    for (int64_t line = call.jobs[work.job], end = call.jobs[work.job + 1]; line < end && !stopped();) {
       int64_t last = line + 1;
       while (last < end && are_alike(tile_of(call, last - 1), tile_of(call, last))) last++;
-      compute(line, last, b, work % query_heads * call.joined, memory);
+      compute(line, last, work.b, work.head * call.joined, memory);
       line = last;
     }
   }

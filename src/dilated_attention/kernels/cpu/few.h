@@ -125,10 +125,11 @@ class Few {
   }
   void begin(float *) const {}
 
-  void operator()(int64_t work, float *memory) const {
-    const int64_t b = work % call.B;
+  void operator()(int64_t number, float *memory) const {
+    const Work work(call, number, 1);
+    const int64_t b = work.b;
     Parts parts(memory);
-    const Held held = hold(work / call.B, b, parts);
+    const Held held = hold(work.job, b, parts);
     if constexpr (KERNEL == Kernel::forward)
       forward(held, b, parts);
     else if constexpr (KERNEL == Kernel::dq)

@@ -302,19 +302,31 @@ struct Task {
   int64_t b, g;
 };
 
+// Which job, sample and query head (or group of them) is number `work`. The samples come one after another: heads of a
+// token share pages of memory, and tiles of a head the rows that a thread keeps.
+struct Work {
+  int64_t job, b, head;
+
+  Work(const Call &call, int64_t work, int64_t query_heads)
+      : job(work / query_heads % call.job_count),
+        b(work / query_heads / call.job_count),
+        head(work % query_heads) {}
+};
+
 // body(task, next) for the tiles of a job. `next` is what the thread will probably compute then: a tile of the same job,
 // or of the one that is as many on as there are threads. Its tile is null where there is none.
 template <class Body>
-void for_each_tile(const Call &call, int64_t work, int64_t query_heads, Body body) {
-  const auto task = [&](int64_t work, int64_t line) {
-    return Task{&tile_of(call, line), work / query_heads % call.B, work % query_heads};
-  };
-  const auto first_line = [&](int64_t work) { return call.jobs[work / query_heads / call.B]; };
-  const int64_t later = work + call.threads, end = first_line(work + query_heads * call.B);
-  for (int64_t line = first_line(work); line < end && !stopped(); line++)
-    body(task(work, line), line + 1 < end                                  ? task(work, line + 1)
-                           : later < call.job_count * call.B * query_heads ? task(later, first_line(later))
-                                                                           : Task{});
+void for_each_tile(const Call &call, int64_t number, int64_t query_heads, Body body) {
+  const Work work(call, number, query_heads);
+  const auto task = [&](const Work &work, int64_t line) { return Task{&tile_of(call, line), work.b, work.head}; };
+  Task later{};
+  if (number + call.threads < call.job_count * call.B * query_heads) {
+    const Work then(call, number + call.threads, query_heads);
+    later = task(then, call.jobs[then.job]);
+  }
+  const int64_t end = call.jobs[work.job + 1];
+  for (int64_t line = call.jobs[work.job]; line < end && !stopped(); line++)
+    body(task(work, line), line + 1 < end ? task(work, line + 1) : later);
 }
 
 // Fetch the first n elements of a row into the second cache: the first has no room for what is read and what comes next.
