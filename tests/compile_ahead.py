@@ -26,6 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dilated_attention.backends.triton_bias import NO_BIAS
+from dilated_attention.bias import DISTANCES
 from dilated_attention.kernels import strided
 from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shape, side_of
 
@@ -54,8 +56,16 @@ _POINTERS = {
     **dict.fromkeys(("LSE", "STATS"), "*fp32"),
     **dict.fromkeys(("INDPTR", "INDICES", "SPLIT"), "*i64"),
     **dict.fromkeys(("TILES", "BITS", "WQ", "WK"), "*i32"),
+    "BIAS": "*fp32",
+    "SUMS": "*fp64",
+    **dict.fromkeys(("PLACES", "QUERY_AT", "KEY_AT", "BUCKETS"), "*i64"),
 }
-ARGUMENTS = {"lists": ("INDPTR", "INDICES"), "bits": ("BITS", "SPLIT"), "words": ("WQ", "WK")}
+ARGUMENTS = {
+    "lists": ("INDPTR", "INDICES"),
+    "bits": ("BITS", "SPLIT"),
+    "words": ("WQ", "WK"),
+    "bias": ("BIAS", "SUMS", "PLACES", "QUERY_AT", "KEY_AT"),
+}
 _SCALARS = {"scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -70,6 +80,20 @@ CALLS: dict[str, dict[str, Any]] = {
     "grouped": {"CAUSAL": True, "EDGE": 1, "EVEN": False, "CHAIN": True, "G": 4},
     "window": {"CAUSAL": True, "WINDOW": True, "EDGE": 1, "EVEN": False, "CHAIN": True},
     "softcap": {"softcap": True, "CAUSAL": True, "EDGE": 1, "EVEN": False},
+    "a slope": {"bias": True, "FORM": "alibi", "CAUSAL": True, "EDGE": 1, "EVEN": False},
+    "distances": {"bias": True, "FORM": "euclidean", "AXES": 2, "EDGE": 1, "EVEN": False},
+    "a table": {"bias": True, "BUCKETS": True, "FORM": "relative", "SIZES": (257,), "EDGE": 1, "EVEN": False},
+    "a table in space": {"bias": True, "FORM": "relative in space", "SIZES": (27, 27), "AXES": 2, "lists": True},
+    "logits by query": {
+        "bias": True,
+        "sums": "*fp32",
+        "FORM": "by query",
+        "SIZES": (128,),
+        "CAUSAL": True,
+        "EDGE": 1,
+        "EVEN": False,
+    },
+    "a bias by pair": {"bias": True, "sums": "*fp32", "FORM": "by pair", "EDGE": 1, "EVEN": False},
     "few rows": {"own": 16, "CAUSAL": True, "EDGE": 1, "EVEN": False},
 }
 """The kernels that calls need: constants that differ from one full span with equal tiles; `own`: fewer rows."""
@@ -125,13 +149,18 @@ class Report(Variant):
 
 SOME_CALLS = {"fp32": ("even", "causal", "causal blocks", "dropout"), "tf32": ("even", "causal")}
 """The calls that single precision is compiled for: the plainest, and those that take most registers."""
+SOME_HEAD_DIMS = (64, 128, 256)
+"""The head_dims that calls with a bias are compiled for: the greatest of each class of shapes."""
 
 
 def variants(targets: Sequence[str]) -> Iterator[Variant]:
-    """Everything that ships, but for `SOME_CALLS`; float16 has the code of bfloat16, and tf32 is NVIDIA's."""
+    """Everything that ships, but for `SOME_CALLS` and `SOME_HEAD_DIMS`; float16 has the code of bfloat16, and tf32 is
+    NVIDIA's."""
     for target, dtype, kernel, head_dim, call in itertools.product(
         targets, ("bf16", "fp32", "tf32"), KERNELS, HEAD_DIMS, CALLS
     ):
+        if "bias" in CALLS[call] and head_dim not in SOME_HEAD_DIMS:
+            continue
         if call in SOME_CALLS.get(dtype, CALLS) and (dtype, target) != ("tf32", "gfx942"):
             yield Variant(target, kernel, head_dim, dtype, call)
 
@@ -139,8 +168,9 @@ def variants(targets: Sequence[str]) -> Iterator[Variant]:
 def shape_of(variant: Variant) -> Shape:
     """The tiles that a variant is compiled with."""
     architecture, call = ARCHITECTURES[variant.target], CALLS[variant.call]
-    masked = not call.keys().isdisjoint(("bits", "words", "HIDDEN", "softcap"))
+    masked = not call.keys().isdisjoint(("bits", "words", "HIDDEN", "softcap", "bias"))
     kind = {"has_lists": "lists" in call, "banded": "CAUSAL" in call, "has_bits": "bits" in call}
+    kind |= {"has_bias": "bias" in call, "has_entries": call.get("FORM", "alibi") not in DISTANCES}
     shape = architecture.shape(variant.kernel, _BYTES[variant.dtype], variant.head_dim, masked, **kind)
     return shape.cut(call.get("own", shape.own), shape.loop)
 
@@ -168,22 +198,26 @@ def code_of(variant: Variant) -> Any:
         "WIDE": False,
         "PRECISION": "tf32" if variant.dtype == "tf32" else "ieee", "SIZE": 128, "LH": 1, "WORDS": 4,
         "softcap": None, "HIDDEN": None, "WQ": None, "WK": None, "INDPTR": None, "INDICES": None,
-        "BITS": None, "SPLIT": None,
+        "BITS": None, "SPLIT": None, **NO_BIAS.others, "SUMS": None,
     }  # fmt: skip
     if variant.head_dim % 16:
         constants["UNIT"] = 8
+    dtype = variant.dtype.replace("tf32", "fp32")
+    types = {name: kind.format(dtype=dtype) for name, kind in (_POINTERS | _SCALARS).items()}
     for name, value in CALLS[variant.call].items():
         if name == "own":
             continue
         if name == "EDGE" and side == "keys":
             value = int(bool(constants["CAUSAL"]) or "bits" in CALLS[variant.call])
+        if name == "sums":
+            types["SUMS"] = value
+            continue
         for argument in ARGUMENTS.get(name, (name,)):
             if argument in _POINTERS | _SCALARS:
                 del constants[argument]
             else:
                 constants[argument] = value
-    function, dtype = KERNELS[variant.kernel], variant.dtype.replace("tf32", "fp32")
-    types = {name: kind.format(dtype=dtype) for name, kind in (_POINTERS | _SCALARS).items()}
+    function = KERNELS[variant.kernel]
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
     given = {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants}
     aligned = [(i,) for i, name in enumerate(function.arg_names) if name in _POINTERS.keys() - constants.keys()]

@@ -31,6 +31,7 @@ from dilated_attention.backends.attributes import Attributes
 from dilated_attention.backends.dropout import key_words, query_words, survives, threshold
 from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.reference import attend
+from dilated_attention.bias import Source
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, Rows, StridedGroup
 from dilated_attention.scores import Scores
@@ -58,12 +59,14 @@ def problem(
     attributes: Attributes | None = None,
     layouts: dict[int, BlockLayout] | None = None,
     lengths: Tensor | None = None,
+    bias: Source | None = None,
 ) -> Problem:
     """Return the problem of a plan, made causal on request. `hidden`: `(batch, keys)`, in place of attributes."""
     if attributes is None:
         attributes = Attributes({}, {} if hidden is None else {"hidden": hidden[:, :, None]})
     plan = causal(plan) if is_causal else plan
-    return Problem(plan, Scores(scale, softcap, dropout_p), attributes, layouts, lengths)
+    form = 0.0 if bias is None else float(bias.form)
+    return Problem(plan, Scores(scale, softcap, dropout_p, form), attributes, layouts, lengths, bias)
 
 
 def band_of(group: StridedGroup) -> Tensor:

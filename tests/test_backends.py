@@ -105,6 +105,17 @@ def test_auto_says_what_it_passes_by(monkeypatch):
         assert rule.native in why
 
 
+def test_auto_leaves_biases_to_native_on_every_gpu(monkeypatch):
+    """No GPU has run the kernels with a bias yet."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton, "architecture", lambda device: "sm_90")
+    for needs in (("bias",), ("softcap", "bias", "a window"), ("bias", "a block layout")):
+        facts = Facts(torch.device("cuda"), torch.bfloat16, needs=needs, work=10**12)
+        assert triton.refusal(facts) is None
+        assert "not shown right on sm_90 yet with a bias" in triton.on_request(facts)
+        assert table.choose("auto", facts).backend.name == "native"
+
+
 class Symbol(int):
     """A number as torch.compile has it, which makes a graph for each value that it writes out."""
 
@@ -134,9 +145,9 @@ def test_a_graph_has_no_bound_on_the_length(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("given", ["key_padding_mask", "dropout_p"])
-def test_what_hides_pairs_over_a_mesh_is_left_to_native(name, given):
-    """Rows that were gathered by head have a mask and dropout by head, which the kernels would misread."""
+@pytest.mark.parametrize("given", ["key_padding_mask", "dropout_p", "bias"])
+def test_what_differs_by_head_over_a_mesh_is_left_to_native(name, given):
+    """Rows that were gathered by head have a mask, dropout and positions by head, which the kernels would misread."""
     facts = Facts(torch.device("cpu"), torch.float32, needs=(given,), over_mesh=True)
     assert (BACKENDS[name].why_not(facts) is None) == (name == "native")
     assert table.choose("auto", facts).backend.name == "native"

@@ -200,8 +200,8 @@ def compare(
     assert all(x <= 1 for x in errors.values()), (*described, errors)
 
 
-def check(seed: int, dtype: torch.dtype) -> None:
-    """Make a random call, and compare out, lse and all gradients of each backend with the definition."""
+def check(seed: int, dtype: torch.dtype, only: str = "") -> None:
+    """Make a random call, and compare out, lse and all gradients of each backend, or of one, with the definition."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     batch, seq_len = rng.choice([1, 1, 2, 3]), rng.choice([1, 2, 17, 33, 40, 40, 150])
@@ -266,7 +266,7 @@ def check(seed: int, dtype: torch.dtype) -> None:
     needs = ["softcap"] if options["softcap"] else []
     if name == "plane":
         needs.append("a table over coordinates")
-    for backend in served(dtype, *needs):
+    for backend in [only] if only else served(dtype, *needs):
         torch.manual_seed(seed)
         with mock.patch.object(native, "_TILE_BYTES", rng.choice([1, native._TILE_BYTES])):
             out, lse = attention(q, k, v, pattern, **options, bias=bias, backend=backend, return_lse=True)
@@ -309,7 +309,10 @@ def test_many_random_calls(block: int):
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_neighborhoods(name: str, dtype: torch.dtype):
-    pattern = Neighborhood((6, 7), (3, 2), rate=(1, 2), leading=2)
+    check_neighborhood(Neighborhood((6, 7), (3, 2), rate=(1, 2), leading=2), name, dtype)
+
+
+def check_neighborhood(pattern: Neighborhood, name: str, dtype: torch.dtype, only: str = "") -> None:
     tokens = pattern.seq_len
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, tokens, heads, 8) for heads in (4, 2, 2)]
@@ -317,7 +320,7 @@ def test_neighborhoods(name: str, dtype: torch.dtype):
     bias, tensor = make(name, q, tokens, tokens, random.Random(4))
     cotangents = [torch.randn(x, generator=generator, dtype=torch.float64) for x in (shapes[0], (2, 4, tokens))]
     positions = torch.arange(tokens), torch.arange(tokens)
-    shown = seen_on(pattern.axes, 2).int().expand(1, 4, -1, -1)
+    shown = seen_on(pattern.axes, pattern.leading).int().expand(1, 4, -1, -1)
     expected, sizes = definition((q, k, v, tensor), bias, positions, shown, Scores(8**-0.5), cotangents)
 
     needs = ["a block layout"]
@@ -325,7 +328,7 @@ def test_neighborhoods(name: str, dtype: torch.dtype):
         needs.append("a bias of tokens in another order")
     backends = served(dtype, *needs)
     assert {"native", "reference"} <= set(backends)
-    for backend in backends:
+    for backend in [only] if only else backends:
         out, lse = attention(q, k, v, pattern, bias=bias, backend=backend, return_lse=True)
         loss = (out * cotangents[0].to(dtype)).sum() + (lse * cotangents[1].to(lse.dtype)).sum()
         found = [out, lse, *torch.autograd.grad(loss, (q, k, v, tensor))]

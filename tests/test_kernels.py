@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import test_bad_input
+import test_biases
 import test_blocks
 import test_dropout
 import test_properties
@@ -40,7 +41,7 @@ from conformance import (
     problem,
     random_calls,
 )
-from dilated_attention import attention, dilated_attention
+from dilated_attention import Neighborhood, attention, dilated_attention
 from dilated_attention.backends import tiles
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.facts import Facts
@@ -121,7 +122,7 @@ def dilated(seq_len, kv_heads, w, r, **options):
 
 thorough = pytest.mark.thorough
 FIRST = "TestDilated", "TestTypes", "TestGroups", "TestBlocks"
-SECOND = "TestDropout", "TestNotFinite", "TestWindows", "TestSoftcap"
+SECOND = "TestDropout", "TestNotFinite", "TestWindows", "TestSoftcap", "TestBiases"
 
 # ---- in child processes
 
@@ -667,6 +668,36 @@ class TestSoftcap:
             _, lse = backend.forward(problem(plan, softcap=softcap), x[None, :, None, None], one, one)
             expected = softcap * (x.double() / softcap).tanh()
             torch.testing.assert_close(lse.flatten().double(), expected, rtol=5e-7, atol=1e-12)
+
+
+@interpreted
+class TestBiases:
+    """The calls of test_biases: every form, with every kind of pattern and option."""
+
+    @pytest.mark.parametrize(
+        "seed", [3001, 3005, 3009, 3013, 3020, 3025, 3031, 3034, 3112, 3133, 3145, 3152, 3161, 3188, 3190, 3201, 3210]
+    )
+    def test_random_calls(self, seed):
+        test_biases.check(seed, torch.float32, "triton")
+
+    @thorough
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("seed", range(3100, 3120))
+    def test_many_random_calls(self, seed, dtype):
+        test_biases.check(seed, dtype, "triton")
+
+    @pytest.mark.parametrize(
+        "name", ["plane", *(pytest.param(x, marks=thorough) for x in test_biases.FORMS if x != "plane")]
+    )
+    def test_neighborhoods(self, name):
+        pattern = Neighborhood((3, 4), (3, 2), leading=1)
+        test_biases.check_neighborhood(pattern, name, torch.float32, "triton")
+
+    def test_minus_infinity_hides_a_pair(self):
+        test_biases.test_minus_infinity_hides_a_pair("triton")
+
+    def test_hidden_numbers_that_are_not_finite(self):
+        test_biases.test_hidden_numbers_that_are_not_finite_reach_nothing("triton")
 
 
 @interpreted

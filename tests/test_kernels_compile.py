@@ -42,6 +42,8 @@ from conformance import problem
 from dilated_attention import plan_cache
 from dilated_attention.backends import triton as backend
 from dilated_attention.backends.attributes import Attributes, attributes_of
+from dilated_attention.bias import FORMS, Normal, Source
+from dilated_attention.bias import attributes as bias_attributes
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import plan_dilated
 
@@ -50,6 +52,7 @@ EVERY_KERNEL = [
     Variant(target, kernel, head_dim, "bf16", call)
     for target, head_dim, calls in [
         ("sm_90", 128, ("even", "union", "causal", "causal blocks", "masks of bits", "window", "softcap")),
+        ("sm_90", 128, ("a slope", "a table", "a bias by pair")),
         ("sm_90", 64, ("causal",)),
         ("sm_80", 128, ("causal",)),
         ("sm_100", 128, ("causal",)),
@@ -161,6 +164,15 @@ def words_and_hidden(seed: int, hidden: torch.Tensor) -> Attributes:
     return attributes_of(2, 4, tokens, tokens[:, None], seed=torch.tensor(seed), hidden=hidden[:, :, None])
 
 
+def biased(table: torch.Tensor) -> dict[str, object]:
+    """Return the bias and the attributes of a call with a table by difference, whose gradient is wanted."""
+    normal = Normal(FORMS.index("relative"), table)
+    tokens = torch.arange(1024)
+    of_tokens = bias_attributes(normal, range(4), tokens, tokens[:, None], (0, 0))
+    source = Source(normal.form, table, table.shape).with_sums()
+    return {"bias": source, "attributes": Attributes().and_(*of_tokens)}
+
+
 CALLS_OF_THE_BACKEND = {
     "branches in one launch": {"is_causal": False},
     "branches one after another": {"is_causal": True},
@@ -171,6 +183,7 @@ CALLS_OF_THE_BACKEND = {
         "dropout_p": 0.7,
         "attributes": words_and_hidden(2**40, torch.zeros(2, 1024, dtype=torch.bool)),
     },
+    "a bias": {"is_causal": False, **biased(torch.zeros(1, 4, 9))},
 }
 
 
@@ -188,6 +201,10 @@ def test_calls_bind_their_arguments(compiled, call):
     turns = 2 if call == "branches one after another" else 1
     expected = ["forward"] * turns + ["backward_stats"] + ["backward_dkdv"] * turns + ["backward_dq"] * turns
     assert compiled == expected
+
+
+COPIED = ("TILES", "HIDDEN", "BIAS", "QUERY_AT", "KEY_AT")
+"""The tensors that a call may copy, or view again, before it launches a kernel."""
 
 
 class Launchable:
@@ -287,6 +304,8 @@ def test_a_bound_launch_has_the_arguments_of_a_first_one(monkeypatch, call):
             "layouts": {1024: BlockLayout.local(1024, window, 64).causal()},
             "attributes": words_and_hidden(word, torch.rand(2, 1024) < 0.5),
         }  # fmt: skip
+        if call == "a bias":
+            new = biased(torch.rand(1, 4, 9))
         options = {name: new.get(name, x) for name, x in CALLS_OF_THE_BACKEND[call].items()} | {"scale": 0.1}
         return (q, k, v), (out, torch.rand(2, 1024, 4)), dout, gradients, options
 
@@ -308,6 +327,4 @@ def test_a_bound_launch_has_the_arguments_of_a_first_one(monkeypatch, call):
             if name == "STATS":
                 assert x[name].shape == value.shape
             else:
-                assert x[name] is value or (torch.equal if name in ("TILES", "HIDDEN") else operator.eq)(
-                    x[name], value
-                ), name
+                assert x[name] is value or (torch.equal if name in COPIED else operator.eq)(x[name], value), name

@@ -21,6 +21,8 @@ from torch import Tensor
 from dilated_attention.backends import dropout, tiles
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import MOST_PREPARED, Layouts, Problem, Repeat
+from dilated_attention.backends.triton_bias import Biased, biased
+from dilated_attention.bias import DISTANCES, FORMS
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
 from dilated_attention.layout import BlockLayout
@@ -46,14 +48,17 @@ class Rule:
         native: what the native backend does on a GPU for such a call; ends the message of `on_request`.
         least: by architecture, the least score entries times head_dim at which this backend is faster. None: choose it
             at any size, since native cannot compete.
+        right: the architectures on which such calls were right. None: `RIGHT`.
     """
 
     asks: str
     native: str
     least: Mapping[str, int] | None = None
+    right: frozenset[str] | None = None
 
 
 RULES = (
+    Rule("bias", "multiplies in chunks, and forms the bias of their pairs", right=frozenset()),
     Rule("a block layout", "gathers keys in hundreds of calls: of 10 % random blocks of 128, 32,768 tokens, 16 heads of"
          " 128, 540 calls and 6.7 GB"),
     Rule("dropout_p", "multiplies in hundreds of chunks"),
@@ -65,7 +70,7 @@ RULES = (
 """The rules for choosing this backend. The first rule whose `asks` is something that the call needs applies."""
 
 RIGHT = frozenset({"sm_90"})
-"""The architectures on which every row of `bench gpu --part 1` in results/ was right.
+"""The architectures on which every row of `bench gpu --part 1` in results/ was right. None of its rows had a bias.
 
 Part 3 of such a file gives the values of `least` above: on an H200 those of a call of 256 tokens.
 """
@@ -76,8 +81,8 @@ def refusal(facts: Facts) -> str | None:
     why = _refusal_of(facts.device)
     if why is not None:
         return why
-    if "bias" in facts.needs:
-        return "the kernels add no bias to scores; native does"
+    if "bias" in facts.needs and facts.over_mesh:
+        return "the kernels add no bias to rows that other ranks sent; native does"
     return tiles.refusal(facts)
 
 
@@ -104,9 +109,14 @@ def on_request(facts: Facts) -> str | None:
         return "only on request; a GPU is what it is for"
     here = architecture(facts.device)
     (rule, *_) = [rule for rule in RULES if not rule.asks or rule.asks in facts.needs]
-    if here not in RIGHT:
+    right = rule.right
+    such = f" with a {rule.asks}"
+    if right is None:
+        right = RIGHT
+        such = ""
+    if here not in right:
         how = "`dilated-attention info --check` tells in a minute; then ask for it by name"
-        return f"not shown right on {here} yet: {how}. For this call native {rule.native}"
+        return f"not shown right on {here} yet{such}: {how}. For this call native {rule.native}"
     if rule.least is None:
         return None
     least = rule.least.get(here)
@@ -205,7 +215,8 @@ def backward(
     with _on(q):
         tensors["STATS"] = _stats(out, lse, dout, dlse, held=keys.bound)
         keys(problem, tensors | {"DK": dk, "DV": dv}, add_dkdv)
-        queries(problem, tensors | {"DQ": dq}, add_dq)
+        sums = None if problem.bias is None else problem.bias.sums
+        queries(problem, tensors | {"DQ": dq, "SUMS": sums}, add_dq)
     if state is not None:
         return state
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -269,7 +280,7 @@ class Boxed(Bound):
         return cls(hopper.forward, programs, names, numbers | hopper.constants(table), describe=describe)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
-        q, k, v, out, lse, _, _, _, indptr, indices, _, _ = tensors
+        q, k, v, out, lse, *_, indptr, indices, _, _ = tensors
         Bound.__call__(self, (*self.describe(q, k, v).values(), out, lse, indptr, indices))
 
 
@@ -320,7 +331,7 @@ class Launch:
             return None, None, None, None
         return _lists(layouts[self.table.count], self.kernel)
 
-    def bind(self, problem: Problem, tensors: Tensors, chain: bool | None) -> Bound:
+    def bind(self, problem: Problem, tensors: Tensors, bias: Biased, chain: bool | None) -> Bound:
         """Return the launch for tensors like these, by their names in the kernel; `chain` as in `_Launches`."""
         from dilated_attention.kernels import strided
 
@@ -331,7 +342,7 @@ class Launch:
         programs = len(self.table.lines) * q.shape[0]
         if side_of(self.kernel) == "queries":
             programs *= q.shape[2] // k.shape[2]
-        settled = _numbers(tensors, problem) | self._of_lists(problem.layouts, tensors["INDPTR"], q)
+        settled = _numbers(tensors, problem) | bias.others | self._of_lists(problem.layouts, tensors["INDPTR"], q)
 
         hopper = None
         plain = self.kernel == "forward" and not problem.scores.needs and tensors["HIDDEN"] is None
@@ -345,8 +356,8 @@ class Launch:
         settled |= self._constants(tensors["HIDDEN"] is not None, chain, settled)
         return Bound(function, programs, tuple(tensors), settled)
 
-    def _constants(self, has_bias: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Return the kernel's compile-time arguments. `has_bias`: keys may be hidden. `chain`: results continue earlier
+    def _constants(self, hides: bool, chain: bool, numbers: dict[str, Any]) -> dict[str, Any]:
+        """Return the kernel's compile-time arguments. `hides`: keys may be hidden. `chain`: results continue earlier
         ones. `numbers`: holds the strides."""
         shape = self.shape
         table = self.table
@@ -354,7 +365,7 @@ class Launch:
         if side_of(self.kernel) == "queries":
             row = max(numbers["UNIT"] * numbers["ksn"], numbers["UNIT"] * numbers["vsn"], numbers["wsn"])  # in elements
             sizes = {"BM": shape.own, "BN": shape.loop, "WIDE": table.reach * row >= WIDE_FROM}
-            if has_bias:
+            if hides:
                 edge = -1
         else:
             sizes = {"BM": shape.loop, "BN": shape.own, "EVEN": table.even}
@@ -415,13 +426,14 @@ class _Launches:
         words = problem.attributes.queries.get("words")
         if words is not None:
             words = words.contiguous()
-        whole = (*tensors.values(), hidden, words, problem.attributes.keys.get("words"))
+        bias = biased(problem)
+        whole = (*tensors.values(), hidden, words, problem.attributes.keys.get("words"), *bias.tensors.values())
         each = [(*whole, *launch.lists(problem.layouts)) for launch in self.launches]
 
         def settle() -> tuple[Bound, ...]:
-            names = *tensors, "HIDDEN", "WQ", "WK", "INDPTR", "INDICES", "BITS", "SPLIT"
+            names = *tensors, "HIDDEN", "WQ", "WK", *bias.tensors, "INDPTR", "INDICES", "BITS", "SPLIT"
             named = [dict(zip(names, x, strict=True)) for x in each]
-            return tuple(launch.bind(problem, x, chain) for launch, x in zip(self.launches, named, strict=True))
+            return tuple(launch.bind(problem, x, bias, chain) for launch, x in zip(self.launches, named, strict=True))
 
         lists: list[Tensor | None] = []
         shapes: list[torch.Size] = []
@@ -429,7 +441,7 @@ class _Launches:
             if indptr is not None:
                 lists += [indptr, indices, bits, split]
                 shapes.append(indptr.shape)
-        also = (problem.scores, chain, q.dtype, _precision(q.dtype), WIDE_FROM, q.shape, k.shape, *shapes)
+        also = (problem.scores, chain, q.dtype, _precision(q.dtype), WIDE_FROM, q.shape, k.shape, bias.kind, *shapes)
         bound = _bound(self.bound, (*whole, *lists), also, settle)
         return [*zip(bound, each, strict=True)]
 
@@ -455,6 +467,8 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
         has_lists=layouts is not None,
         banded=plan.banded,
         has_bits=has_bits,
+        has_bias=problem.bias is not None,
+        has_entries=problem.bias is not None and FORMS[problem.bias.form] not in DISTANCES,
     )
 
     def make() -> _Launches:

@@ -68,11 +68,14 @@ class Architecture:
         special: the shapes that replace those of `shapes` in some calls, by (the call has a block layout, the call is
             causal or has a window).
         bits: the shapes that replace both in calls whose layout has masks of bits, which spill with the others.
+        biased: the shapes that replace all of these in calls with a bias: with others, kernels spill, or their products
+            wait for one another.
     """
 
     shapes: Shapes
     special: dict[tuple[bool, bool], Shapes] = field(default_factory=dict)
     bits: Shapes = field(default_factory=dict)
+    biased: Shapes = field(default_factory=dict)
 
     def shapes_of(self, kernel: Kernel, element_size: int, *, has_lists: bool, banded: bool) -> Shapes:
         """Return the dictionary that holds a kernel's shapes; `has_lists`, `banded`: the key in `special`."""
@@ -91,16 +94,21 @@ class Architecture:
         has_lists: bool,
         banded: bool,
         has_bits: bool = False,
+        has_bias: bool = False,
+        has_entries: bool = False,
     ) -> Shape:
         """Return the shape of a kernel's tiles.
 
         `masked`: the call has hidden keys, masks of bits or options of scores, which need registers: `loop` is halved,
         to 16 or more.
-        `has_lists`, `banded`: as in `shapes_of`. `has_bits`: a layout has masks of bits.
+        `has_lists`, `banded`: as in `shapes_of`. `has_bits`: a layout has masks of bits. `has_bias`: the call has a
+        bias. `has_entries`: it loads a number for each pair, whose address needs registers: `loop` is halved again.
         """
         shapes = self.shapes_of(kernel, element_size, has_lists=has_lists, banded=banded)
         if has_bits:
             shapes = shapes | self.bits
+        if has_bias:
+            shapes = shapes | self.biased
         up_to_64, up_to_128, up_to_256 = shapes[kernel, element_size]
         if head_dim <= 64:
             shape = up_to_64
@@ -109,6 +117,8 @@ class Architecture:
         else:
             shape = up_to_256
         if masked:
+            shape = shape._replace(loop=max(16, shape.loop // 2))
+        if has_entries:
             shape = shape._replace(loop=max(16, shape.loop // 2))
         return shape
 
@@ -120,6 +130,8 @@ _SM_80 = Architecture({
     ("forward", 4): (Shape(64, 32, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 2)),
     ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(32, 16, 4, 1)),
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
+}, biased={
+    ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
 })  # fmt: skip
 
 # 8.6, 8.9 and 12.0 have 99 KB of shared memory per program; 8.0 has 163.
@@ -127,6 +139,8 @@ _SM_86 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 8, 2)),
     ("dq", 2): (Shape(64, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
     ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
+}, biased={
+    ("dq", 2): (Shape(64, 64, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
 })  # fmt: skip
 
 # 4 warps are one warpgroup. Two or three programs of 4 warps fit on a multiprocessor, and one computes while another
@@ -141,6 +155,8 @@ _SM_90 = Architecture(_SM_80.shapes | {
     (True, False): {("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 128, 8, 5), Shape(64, 64, 8, 2))},
     (True, True): {("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 64, 8, 5), Shape(64, 64, 8, 2))},
     (False, True): {("forward", 2): (Shape(128, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 64, 8, 2))},
+}, biased={
+    ("dq", 2): (Shape(64, 64, 8, 3), Shape(64, 64, 4, 2), Shape(64, 32, 8, 2)),
 })  # fmt: skip
 
 _SM_100 = Architecture(_SM_90.shapes | {
@@ -149,6 +165,8 @@ _SM_100 = Architecture(_SM_90.shapes | {
     ("dkdv", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
 }, bits={
     ("dq", 2): (Shape(128, 64, 8, 3), Shape(128, 32, 8, 2), Shape(64, 32, 8, 1)),
+}, biased={
+    ("dq", 2): (Shape(128, 64, 8, 3), Shape(128, 32, 8, 2), Shape(32, 32, 8, 1)),
 })  # fmt: skip
 
 # With 4 wavefronts there are 512 registers per lane. Shared memory: 64 KB.

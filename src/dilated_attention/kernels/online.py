@@ -146,7 +146,8 @@ def finish(OUT, LSE, rows, stats, d, inside, m, z, acc, D: tl.constexpr):
 
 @triton.jit
 def scores(q, k, scale, softcap, PRECISION: tl.constexpr):
-    """Return (s, factor): the scores times log2(e) are s * factor. s is q kᵀ, or tanh(q kᵀ scale / softcap)."""
+    """Return (s, factor): the scores times log2(e), without a bias, are s * factor. s is q kᵀ, or
+    tanh(q kᵀ scale / softcap)."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if softcap is None:
         return s, scale * LOG2E
@@ -168,17 +169,21 @@ def tanh(x):
 
 
 @triton.jit
-def attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
+def attend(q, k, v, m, z, acc, scale, softcap, bias, visible, keep, keep_scale, MASKED: tl.constexpr,
            DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Run one step of the online softmax and return the new (m, z, acc); `scale` must be positive.
 
-    If MASKED, only `visible` scores count. If DROPOUT, only weights in `keep` do, times keep_scale = 1 / (1 - p).
+    `bias` is added to the scores times log2(e); None: no bias. A pair whose bias is -inf does not count. If MASKED,
+    only `visible` scores count. If DROPOUT, only weights in `keep` do, times keep_scale = 1 / (1 - p).
     """
     s, scale = scores(q, k, scale, softcap, PRECISION)
+    if bias is not None:
+        s = s * scale + bias
+        scale = 1.0
     if MASKED:
         s = tl.where(visible, s, -INF)
     top = tl.maximum(m, tl.max(s, 1) * scale)
-    if MASKED:
+    if MASKED or bias is not None:
         shift = tl.where(top == -INF, 0.0, top)
     else:
         shift = top
@@ -192,15 +197,17 @@ def attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED
 
 
 @triton.jit
-def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
+def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, bias, visible, keep, keep_scale, MASKED: tl.constexpr,
               DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Return dq + ds k, where p = exp(s - lse) and ds = p (do vᵀ - delta). The caller multiplies by the scale.
+    """Return dq + ds k, which the caller multiplies by the scale, and ds = p (do vᵀ - delta), where p = exp(s - lse).
 
-    lse is passed times log2(e), and delta = rowsum(dout · out) - dlse. `visible`, `keep` and `keep_scale` are as in
-    `attend`; dropout applies to do vᵀ. With a softcap, ds is also multiplied by the derivative of the cap.
+    lse is passed times log2(e), and delta = rowsum(dout · out) - dlse. `bias`, `visible`, `keep` and `keep_scale` are
+    as in `attend`; dropout applies to do vᵀ. With a softcap, dq takes ds times the derivative of the cap.
     """
     t, scale = scores(q, k, scale, softcap, PRECISION)
     s = t * scale - lse[:, None]
+    if bias is not None:
+        s += bias
     if MASKED:
         s = tl.where(visible, s, -INF)
     p = tl.exp2(s)
@@ -208,21 +215,24 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_s
     if DROPOUT:
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
+    of_product = ds
     if softcap is not None:
-        ds *= 1 - t * t
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        of_product *= 1 - t * t
+    return tl.dot(of_product.to(k.dtype), k, dq, input_precision=PRECISION), ds
 
 
 @triton.jit
-def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep, keep_scale, MASKED: tl.constexpr,
+def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, bias, visible, keep, keep_scale, MASKED: tl.constexpr,
                 DROPOUT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Return dk + dsᵀ q, which the caller multiplies by the scale, and dv + pᵀ do.
 
     p and ds are as in `attend_dq`, but dropout also applies to p in dv. They are computed transposed: scores, pᵀ, dsᵀ,
-    `visible` and `keep` are [N, M], keys by queries.
+    `bias`, `visible` and `keep` are [N, M], keys by queries.
     """
     t, scale = scores(k, q, scale, softcap, PRECISION)
     s = t * scale - lse[None, :]
+    if bias is not None:
+        s += bias
     if MASKED:
         s = tl.where(visible, s, -INF)
     p = tl.exp2(s)

@@ -21,6 +21,7 @@ Legend beyond online.py's.
   N, M             tokens of q and of k
   .sb, .sn, .sh    strides of sample, token and head, in UNIT elements (which tells the compiler the alignment)
   a, w; x          dropout: the two hash words of a query (WQ); the hash word of a key (WK, strides wsn, wsh)
+  BIAS, ...        biases.py describes these arguments, up to kab, and FORM, SIZES and AXES
   SPANS            spans per tile
   WINDOW           both diagonals of a span apply, not only `near`
   CHAIN            forward: some tile has first = 0; backward: add to the float32 gradients of earlier launches
@@ -37,6 +38,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dilated_attention.kernels.biases import bias_of, collect, finish_sums, load_origin, load_places, load_points
 from dilated_attention.kernels.block_lists import locate_block, marked, read_list, tokens
 from dilated_attention.kernels.online import (
     attend,
@@ -56,7 +58,7 @@ from dilated_attention.kernels.online import (
 TILE_FIELDS = tl.constexpr(9)
 SPAN_FIELDS = tl.constexpr(5)
 INTEGERS = ["threshold", "B", "N", "M", "H"] + [f"{x}s{axis}" for x in "qkvd" for axis in "bnh"]
-INTEGERS += ["lsb", "lsh", "wsn", "wsh"]
+INTEGERS += ["lsb", "lsh", "wsn", "wsh", "psb", "qab", "kab"]
 
 
 @triton.jit
@@ -165,12 +167,14 @@ def locate(spans, step, R: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, WK, threshold, keep_scale, scale,
-            softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, lsb, lsh, wsn, wsh,
+def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, WK, BIAS, PLACES, QUERY_AT, KEY_AT,
+            BUCKETS, threshold, keep_scale, scale, softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh,
+            lsb, lsh, wsn, wsh, psb, qab, kab,
             G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
             EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr, WORDS: tl.constexpr,
-            WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+            WIDE: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr, SIZES: tl.constexpr,
+            AXES: tl.constexpr):  # fmt: skip
     """Compute out and lse, both contiguous. The legends of this file, online.py and block_lists.py name the arguments.
 
     HIDDEN (B, M) holds bytes; a nonzero byte hides the key. WQ (B, N, H · G, 2) and WK (M, H or 1) hold the int32 words
@@ -186,6 +190,13 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, 
     stats = (b * N + token) * (H * G) + n
     if WQ is not None:
         a, w = load_pairs(WQ, stats, inside, BM)
+    if BIAS is not None:
+        first = tl.load(T + 1).to(tl.int64)
+        place = load_places(PLACES + b * psb + n, first, token, inside, H * G, FORM, 1)
+        QUERY_AT += b * qab
+        KEY_AT += b * kab
+        origin = load_origin(QUERY_AT, first, AXES)
+        queries_at = load_points(QUERY_AT, token, inside, origin, FORM, SIZES, AXES, 1)
     m, z, acc = begin(OUT, LSE, stats * D, stats, d, inside, tl.load(T + 4), tl.load(T + 5), D, CHAIN)
     K += (b * ksb + h * ksh) * UNIT
     V += (b * vsb + h * vsh) * UNIT
@@ -213,7 +224,11 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, 
                     if WQ is not None:
                         x = tl.load(WK + base * wsn + h * wsh + ahead * wsn, mask=seen, other=0)
                         keep = survives(a[:, None], w[:, None], x[None, :], threshold)
-                    m, z, acc = attend(q, k, v, m, z, acc, scale, softcap, visible, keep, keep_scale, MASKED,
+                    bias = None
+                    if BIAS is not None:
+                        keys_at = load_points(KEY_AT, base + ahead, seen, origin, FORM, SIZES, AXES, 0)
+                        bias = bias_of(BIAS, BUCKETS, place, queries_at, keys_at, FORM, SIZES, AXES)
+                    m, z, acc = attend(q, k, v, m, z, acc, scale, softcap, bias, visible, keep, keep_scale, MASKED,
                                        WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     stats = (b * N + token) * (H * G) + n
@@ -221,13 +236,14 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, 
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, WK, threshold, keep_scale,
-                scale, softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn,
-                wsh,
+def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, WK, BIAS, SUMS, PLACES,
+                QUERY_AT, KEY_AT, BUCKETS, threshold, keep_scale, scale, softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn,
+                ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh, psb, qab, kab,
                 G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                 EDGE: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                 BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr, WORDS: tl.constexpr,
-                WIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                WIDE: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr, SIZES: tl.constexpr,
+                AXES: tl.constexpr):  # fmt: skip
     """Compute dq, contiguous, with the tiles, the loop and the arguments of `forward`.
 
     STATS holds lse · log2(e) and delta of each row (`online.backward_stats`).
@@ -243,9 +259,19 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BITS, SPLIT, H
     lse, delta = load_stats(STATS, stats, inside, BM)
     if WQ is not None:
         a, w = load_pairs(WQ, stats, inside, BM)
+    if BIAS is not None:
+        first = tl.load(T + 1).to(tl.int64)
+        place = load_places(PLACES + b * psb + n, first, token, inside, H * G, FORM, 1)
+        QUERY_AT += b * qab
+        KEY_AT += b * kab
+        origin = load_origin(QUERY_AT, first, AXES)
+        queries_at = load_points(QUERY_AT, token, inside, origin, FORM, SIZES, AXES, 1)
     K += (b * ksb + h * ksh) * UNIT
     V += (b * vsb + h * vsh) * UNIT
     dq = tl.zeros([BM, DP], tl.float32)
+    if SUMS is not None:
+        low = tl.zeros([BM], tl.float32)
+        high = tl.zeros([BM], tl.float32)
     for MASKED in tl.static_range(2):
         if EDGE != 0 if MASKED else EDGE >= 0:
             if INDPTR is None:
@@ -270,20 +296,30 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BITS, SPLIT, H
                     if WQ is not None:
                         x = tl.load(WK + base * wsn + h * wsh + ahead * wsn, mask=seen, other=0)
                         keep = survives(a[:, None], w[:, None], x[None, :], threshold)
-                    dq = attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, visible, keep, keep_scale, MASKED,
-                                   WQ is not None, PRECISION)  # fmt: skip
+                    bias = None
+                    if BIAS is not None:
+                        keys_at = load_points(KEY_AT, base + ahead, seen, origin, FORM, SIZES, AXES, 0)
+                        bias = bias_of(BIAS, BUCKETS, place, queries_at, keys_at, FORM, SIZES, AXES)
+                    dq, ds = attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, bias, visible, keep, keep_scale,
+                                       MASKED, WQ is not None, PRECISION)  # fmt: skip
+                    if SUMS is not None:
+                        if MASKED:
+                            ds = tl.where(visible, ds, 0.0)
+                        low, high = collect(SUMS, BUCKETS, place, queries_at, keys_at, ds, low, high, FORM, SIZES, AXES)
     token, inside = read_rows(T, i)
+    if SUMS is not None:
+        finish_sums(SUMS, BUCKETS, place, low, high, FORM, SIZES)
     write_rows(DQ, ((b * N + token) * (H * G) + n) * D, d, inside, dq * scale, D, CHAIN)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, WK, threshold,
-                  keep_scale, scale, softcap, B, N, M, H, qsb, qsn, qsh, ksb, ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh,
-                  lsb, lsh, wsn, wsh,
+def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, WK, BIAS, PLACES,
+                  QUERY_AT, KEY_AT, BUCKETS, threshold, keep_scale, scale, softcap, B, N, M, H, qsb, qsn, qsh, ksb,
+                  ksn, ksh, vsb, vsn, vsh, dsb, dsn, dsh, lsb, lsh, wsn, wsh, psb, qab, kab,
                   G: tl.constexpr, UNIT: tl.constexpr, SPANS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                   EDGE: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr, LH: tl.constexpr, WORDS: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
+                  PRECISION: tl.constexpr, FORM: tl.constexpr, SIZES: tl.constexpr, AXES: tl.constexpr):  # fmt: skip
     """Compute dk and dv, contiguous, with the arguments of `backward_dq`; EVEN: no tile has rows past its end to mask.
 
     Tiles hold keys, and spans the queries that see them. The loop runs through the spans once for each query head of
@@ -297,6 +333,12 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BITS, SP
     v = load_rows(V + (b * vsb + h * vsh) * UNIT, token * (vsn * UNIT), d, inside, D, True)
     if WQ is not None:
         x = tl.load(WK + token * wsn + h * wsh, mask=inside, other=0)
+    if BIAS is not None:
+        PLACES += b * psb
+        QUERY_AT += b * qab
+        KEY_AT += b * kab
+        origin = load_origin(KEY_AT, tl.load(T + 1).to(tl.int64), AXES)
+        keys_at = load_points(KEY_AT, token, inside, origin, FORM, SIZES, AXES, 1)
     Q += b * qsb * UNIT
     DOUT += b * dsb * UNIT
     STATS += 2 * b * N * (H * G)
@@ -340,7 +382,12 @@ def backward_dkdv(Q, K, V, DOUT, STATS, DK, DV, TILES, INDPTR, INDICES, BITS, SP
                         if WQ is not None:
                             a, w = load_pairs(WQ, stats, seen, BM)
                             keep = survives(a[None, :], w[None, :], x[:, None], threshold)
-                        dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, visible, keep,
+                        bias = None
+                        if BIAS is not None:
+                            place = load_places(PLACES + n, base, query, seen, H * G, FORM, 0)
+                            queries_at = load_points(QUERY_AT, query, seen, origin, FORM, SIZES, AXES, 0)
+                            bias = bias_of(BIAS, BUCKETS, place, queries_at, keys_at, FORM, SIZES, AXES)
+                        dk, dv = attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, bias, visible, keep,
                                              keep_scale, MASKED, WQ is not None, PRECISION)  # fmt: skip
     token, inside = read_rows(T, i)
     if HIDDEN is not None:  # the loop ignores HIDDEN; only the rows of the hidden keys are wrong
