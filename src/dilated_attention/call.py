@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,13 +174,15 @@ class Call:
 
     @classmethod
     def remembered(
-        cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, *, alone: bool = True
-    ) -> Call:
+        cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, near: slice | None = None, *,
+        alone: bool = True,
+    ) -> Call:  # fmt: skip
         """Return the same as `of`; the options must be complete. If its `_key` is in `plan_cache`,
         only tensors and layouts inside segments are checked again, and no backend is chosen again. Warns as
-        `warn_of_unserved` does, unless other calls show keys to the same queries (`alone`).
+        `warn_of_unserved` does, unless other calls show keys to the same queries (`alone`). `near`: the keys that the
+        call reads, at the positions of the options (`near_keys`); `key_padding_mask` is of all keys.
         """
-        key = _key(q, k, v, pattern, options)
+        key = _key(q, k, v, pattern, options, near)
         if key is None:
             call = cls.of(q, k, v, pattern, **options)
             if alone:
@@ -187,7 +190,7 @@ class Call:
             return call
 
         def make() -> Call:
-            call = cls._plain(q, k, v, pattern, options)[0]
+            call, _ = cls._plain(q, k, v, pattern, options)
             if alone:
                 call._warn(pattern, options, q, k)
             return call._remembered(key)
@@ -238,7 +241,8 @@ class Call:
         """Check all arguments except layouts and the options `TENSORS`, of which only matters here which are given.
         Return the call without these and without shards, and the global sequence length. `group`: the process group of
         the options' mesh; `over_ranks`: whether it has several ranks."""
-        checks.tensors(q, k, v, placed(options))
+        is_placed = placed(options)
+        checks.tensors(q, k, v, is_placed)
         seq_len = _sequence_length(q, options["seq_len"], group, options["transport"])
         if over_ranks:
             _check_over_ranks(pattern, options)
@@ -248,10 +252,10 @@ class Call:
         if head_offset is not None:
             head_offset = checks.integer("head_offset", head_offset, 0)
         starts = starts_of(options)
-        if placed(options):
+        if is_placed:
             check_placed(pattern, options)
             seq_len = k.shape[1]  # q may be some rows of a layout
-        bias = biases.normal(options["bias"], q, k, seq_len, starts, placed(options))
+        bias = biases.normal(options["bias"], q, k, seq_len, starts, is_placed)
         if bias is not None:
             scores = scores._replace(bias=float(bias.form))
             compat = getattr(pattern, "compat", None)
@@ -261,7 +265,7 @@ class Call:
         call = cls(
             branches, table.choose(options["backend"], _facts(q, v, pattern, branches, options, needs, over_ranks)),
             is_causal=options["is_causal"], scores=scores, first_head=(head_offset or 0) * (q.shape[2] // k.shape[2]),
-            starts=starts, placed=placed(options),
+            starts=starts, placed=is_placed,
         )  # fmt: skip
         if bias is not None:
             call = replace(
@@ -289,17 +293,19 @@ class Call:
     @property
     def nbytes(self) -> int:
         """Return an upper estimate of the bytes of the call, one plan, and the layouts, also those in `problems`."""
-        layouts = sum([4 * layout.nbytes for layout in self.layouts])
-        return 4096 + 256 * sum([len(row) for row in self.branches.offsets]) + layouts
+        nbytes = 4096 + 256 * sum(map(len, self.branches.offsets))
+        for layout in self.layouts:
+            nbytes += 4 * layout.nbytes
+        return nbytes
 
     @property
     def backend(self) -> table.Backend:
         return self.choice.backend
 
-    @property
-    def backend_scores(self) -> Scores:
-        """Return the scores that backends get, together with q times the factor of `Scores.split`."""
-        return self.scores.split()[1]
+    @cached_property
+    def split_scores(self) -> tuple[float, Scores]:
+        """Return the factor by which q is multiplied, and the scores that backends get with it (`Scores.split`)."""
+        return self.scores.split()
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:
         """Return the plan of one sample on one device; `queries`, `keys`: their numbers, equal by default."""
@@ -471,12 +477,13 @@ class Call:
 TENSORS = ("sinks", "lengths", "cu_seqlens", "key_padding_mask")
 """The options whose values are tensors, apart from a bias, whose form decides what serves it."""
 
-_TENSOR_TYPES: frozenset[Any] = frozenset((Tensor, torch.nn.Parameter))  # not other classes, which may be less
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _COMPARED_BY_VALUE = frozenset((Dilated, Window))
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Hashable | None:
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, near: slice | None
+) -> Hashable | None:  # fmt: skip
     """Return a cache key of everything that `Call._plain` depends on, or None if the call must be checked.
 
     It must be checked in four cases: a mesh is given; an option other than `TENSORS` is no plain number or string; q, k
@@ -490,7 +497,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
     if not _PLAIN.issuperset(types):
-        given = {name: "given" for name in TENSORS if type(options[name]) in _TENSOR_TYPES}  # type: ignore[literal-required]
+        given = {name: "given" for name in TENSORS if options[name] is not None}  # type: ignore[literal-required]
         options = {**options, **given}  # type: ignore[typeddict-item]
         values = tuple(options.values())
         types = tuple(map(type, values))
@@ -506,13 +513,20 @@ def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) ->
         return None
     if q.dim() != 4 or q.size(2) >= checks.MANY_HEADS:
         return None
-    shapes = [q.shape, k.shape, v.shape]
-    if isinstance(pattern, BlockLayout) and placed(options) and k.dim() == v.dim() == 4 and k.size(1) == v.size(1):
+    shapes: tuple[Any, ...] = (q.shape, k.shape, v.shape)
+    keys = None
+    if near is not None:
+        keys = near.stop - near.start
+    elif kind is BlockLayout and placed(options):
         first_query, _ = starts_of(options)
         if first_query % pattern.q_block + q.size(1) <= pattern.q_block:
             # Queries of one list: the same call with any list and any number of keys (`_at`).
             values = tuple({**options, "q_start": None, "k_start": None}.values())
-            shapes[1:] = k.shape[:1], k.shape[2:], v.shape[:1], v.shape[2:]
+            keys = -1
+    if keys is not None:
+        if not k.dim() == v.dim() == 4 or k.size(1) != v.size(1):
+            return None  # it will be refused
+        shapes = (q.shape, keys, k.shape[:1], k.shape[2:], v.shape[:1], v.shape[2:])
     return (
         "call", kind, shown, values, types, *shapes, q.dtype, q.device, q.layout, k.dtype, k.device, k.layout,
         v.dtype, v.device, v.layout,
@@ -571,11 +585,13 @@ def placed(options: Options) -> bool:
 
 def starts_of(options: Options) -> tuple[int, int]:
     """Return the positions of the first query and of the first key."""
-    return _start("q_start", options["q_start"]), _start("k_start", options["k_start"])
-
-
-def _start(name: str, given: int | None) -> int:
-    return 0 if given is None else checks.integer(name, given, 0, 1 << 62)
+    first_query = options["q_start"]
+    if first_query is not None:
+        first_query = checks.integer("q_start", first_query, 0, 1 << 62)
+    first_key = options["k_start"]
+    if first_key is not None:
+        first_key = checks.integer("k_start", first_key, 0, 1 << 62)
+    return first_query or 0, first_key or 0
 
 
 def _check_over_ranks(pattern: Pattern, options: Options) -> None:
@@ -585,9 +601,8 @@ def _check_over_ranks(pattern: Pattern, options: Options) -> None:
 
 
 def check_placed(pattern: Pattern, options: Options) -> None:
-    """Raise UnsupportedError for what excludes q_start and k_start: a neighborhood, compat or a mesh."""
-    if not placed(options):
-        return
+    """Raise UnsupportedError for what excludes q_start and k_start, which are given: a neighborhood, compat or a
+    mesh."""
     _refuse(
         "with q_start or k_start",
         ("a Neighborhood", isinstance(pattern, Neighborhood), "give the whole grid, without positions"),
@@ -602,19 +617,25 @@ def check_placed(pattern: Pattern, options: Options) -> None:
 
 
 def near_keys(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Window, options: Options
+    q: Tensor, k: Tensor, pattern: Window, options: Options
 ) -> tuple[slice | None, Options]:  # fmt: skip
-    """Return which keys a window at positions shows to some query, and the options of a call over these alone; (None,
-    `options`) if it needs its keys and positions as they are.
+    """Return which keys a window at positions shows to some query, and the options with positions for these alone;
+    (None, `options`) if the call needs its keys and positions as they are, or will be refused.
 
     A window depends on distances alone: both positions are moved by the same number, so that every new token of a
     generation makes the same call.
     """
-    check_placed(pattern, options)
-    checks.tensors(q, k, v, placed=True)
-    as_given = torch.compiler.is_compiling() or pattern.leading > 0 or options["bias"] is not None
-    as_given |= options["cu_seqlens"] is not None
+    as_given = pattern.leading > 0 or options["bias"] is not None or options["cu_seqlens"] is not None
     if as_given or options["dropout_p"] != 0 or options["mesh"] is not None:
+        return None, options
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None, options
+    if (
+        not (isinstance(q, Tensor) and isinstance(k, Tensor))
+        or q.is_nested
+        or k.is_nested
+        or not q.dim() == k.dim() == 4
+    ):
         return None, options
     first_query, first_key = starts_of(options)
     after = 0 if options["is_causal"] else pattern.after
@@ -624,12 +645,7 @@ def near_keys(
     stop = min(first_key + k.shape[1], reach)
     near = slice(start - first_key, max(stop, start) - first_key)
     moved = min(first_query, start)
-    options = {**options, "q_start": first_query - moved, "k_start": start - moved}
-    hidden = options["key_padding_mask"]
-    if hidden is not None:
-        checks.mask(k, hidden)
-        options["key_padding_mask"] = hidden[:, near]
-    return near, options
+    return near, {**options, "q_start": first_query - moved, "k_start": start - moved}
 
 
 def in_tiles(
@@ -638,7 +654,8 @@ def in_tiles(
     """Return a neighborhood as a layout over rows, and what a `Call` with that layout takes: tensors that stand for
     ordered q, k and v, and the options."""
     options = {**_DEFAULTS, **options}
-    check_placed(pattern, options)
+    if placed(options):
+        check_placed(pattern, options)
     checks.tensors(q, k, v)
     _refuse(
         "with a Neighborhood",

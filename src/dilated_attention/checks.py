@@ -244,7 +244,10 @@ def readable(*tensors: Tensor) -> bool:
     """Return whether values can be read at once: plain tensors on the CPU, outside graphs and torch.func."""
     if torch.compiler.is_compiling() or in_torch_func() or observed(*tensors):
         return False
-    return {"cpu"}.issuperset([x.device.type for x in tensors])
+    for x in tensors:
+        if not x.is_cpu:
+            return False
+    return True
 
 
 def indices(what: str, values: Tensor, least: int, stop: int) -> None:

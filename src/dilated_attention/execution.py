@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.attributes import Attributes
+from dilated_attention.backends.attributes import NO_ATTRIBUTES, Attributes
 from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.tiles import concatenate
 from dilated_attention.bias import Source
@@ -90,19 +90,20 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return out and lse of a `remembered` call as its backend repeats it; None if it does not."""
     assert call.repeats is not None
-    kind: Hashable = q.stride(3) == k.stride(3) == v.stride(3) == 1
-    if not call.backend.any_strides:
+    backend = call.backend
+    dense = q.stride(3) == k.stride(3) == v.stride(3) == 1
+    kind: Hashable = dense
+    if not backend.any_strides:
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
         aligned = (addresses[0] | addresses[1] | addresses[2]) % 16 == 0
         kind = q.stride(), k.stride(), v.stride(), aligned or tuple([address % 16 for address in addresses])
     if kind not in call.repeats:
         if len(call.repeats) == MOST_KINDS:
             return None
-        alone = call.scores.split()[0] == 1 and call.scores.dropout_p == 0 and v.size(3) == q.size(3)
-        alone = alone and q.stride(3) == k.stride(3) == v.stride(3) == 1
+        factor, scores = call.split_scores
         prepared, nbytes = None, 0
-        if alone:
-            prepared, nbytes = call.backend.prepare(_problem(call, q, k), q, k, v) or (None, 0)
+        if dense and factor == 1 and scores.dropout_p == 0 and v.size(3) == q.size(3):
+            prepared, nbytes = backend.prepare(_problem(call, q, k), q, k, v) or (None, 0)
         call.repeats[kind] = prepared
         plan_cache.grow(call.key, call, nbytes)
     run = call.repeats[kind]
@@ -172,16 +173,18 @@ def _problem(call: Call, q: Tensor, k: Tensor) -> Problem:
         plan = call.plan(q.shape[1], k.shape[1])
         if len(call.problems) == MOST_KINDS:
             call.problems.clear()
-        held = call.problems[key] = Problem(plan, call.backend_scores, layouts=layouts_of(call, q, plan))
+        _, scores = call.split_scores
+        held = call.problems[key] = Problem(plan, scores, layouts=layouts_of(call, q, plan))
     attributes = call.attributes(q, k)
-    if attributes.empty:
+    if attributes is NO_ATTRIBUTES:
         return held
     return replace(held, attributes=attributes, bias=call.bias_source())
 
 
 def _problem_of(call: Call, q: Tensor, plan: Plan, attributes: Attributes, sample: int | None = None) -> Problem:
+    _, scores = call.split_scores
     layouts = layouts_of(call, q, plan, sample)
-    return Problem(plan, call.backend_scores, attributes, layouts, bias=call.bias_source())
+    return Problem(plan, scores, attributes, layouts, bias=call.bias_source())
 
 
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:

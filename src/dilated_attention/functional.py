@@ -182,12 +182,13 @@ class _Part(NamedTuple):
         if isinstance(pattern, Neighborhood):
             tiled, rows, options = in_tiles(q, k, v, pattern, options)
             return cls(Call.remembered(*rows, tiled.layout, options, alone=alone), tiled)
+        near = None
         if type(pattern) is Window and placed(options):
-            near, options = near_keys(q, k, v, pattern, options)
-            if near is not None:
-                call = Call.remembered(q, k[:, near], v[:, near], pattern, options, alone=alone)
-                return cls(call, None, near)
-        return cls(Call.remembered(q, k, v, pattern, options, alone=alone))
+            near, options = near_keys(q, k, pattern, options)
+        call = Call.remembered(q, k, v, pattern, options, near, alone=alone)
+        if near is not None and call.key_padding_mask is not None:
+            call = replace(call, key_padding_mask=call.key_padding_mask[:, near])
+        return cls(call, None, near)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return out, and lse `(batch, seq, heads)`."""
@@ -231,7 +232,7 @@ def _attend(parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, options: Option
         parts = [part._replace(call=replace(part.call, seed=seed)) for part in parts]
     spoiled = None
     if key_padding_mask is not None:
-        if not all(part.call.backend.skips_rows and part.call.shards is None for part in parts):
+        if not all([part.call.backend.skips_rows and part.call.shards is None for part in parts]):
             # A weight of 0 times NaN would be NaN, in the gradients too.
             k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
         if not _all_finite(q):

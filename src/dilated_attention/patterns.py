@@ -337,7 +337,7 @@ class Dilated(_Branched):
                 table.append(tuple(row))
 
         for row, segment, rate in zip(table, self.segment_lengths, rates, strict=True):
-            if all(offset < 0 or offset >= segment for offset in row):
+            if not _served(row, segment):
                 raise ValueError(
                     f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is "
                     f"-1 or beyond the segment; got offsets {row}. Lower the dilation rate or lengthen the segment"
@@ -407,9 +407,13 @@ def _unserved(branches: Branches) -> list[tuple[int, int, int]]:
     the rate has only as many residues as tokens."""
     found = []
     for segment, rate, row in zip(*branches[:3], strict=True):
-        served = {offset for offset in row if 0 <= offset < segment}
-        found.append((min(segment, rate) - len(served), segment, rate))
+        found.append((min(segment, rate) - len(_served(row, segment)), segment, rate))
     return found
+
+
+def _served(offsets: tuple[int, ...], segment: int) -> set[int]:
+    """Return the offsets at which some head takes part in a segment of this length."""
+    return {offset for offset in offsets if 0 <= offset < segment}
 
 
 def describe_unserved(branches: Branches) -> tuple[str, ...]:
@@ -442,8 +446,8 @@ def warn_of_unserved(pattern: _Branched, branches: Branches, seq_len: int) -> No
 @lru_cache(maxsize=1024)
 def _unserved_tokens(branches: Branches, seq_len: int) -> int:
     """Return how many of the first seq_len tokens take part in no branch for any head."""
-    has_window = any(band != EVERY for band in branches.bands)
-    if has_window or not seq_len or not all(count for count, _, _ in _unserved(branches)):
+    has_window = not {EVERY}.issuperset(branches.bands)
+    if has_window or not seq_len or 0 in [count for count, _, _ in _unserved(branches)]:
         return 0
     served = 0  # a byte per token, 1 if it takes part
     for segment, rate, offsets in zip(*branches[:3], strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import compress
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -51,7 +52,7 @@ class Scores(NamedTuple):
     @property
     def needs(self) -> tuple[str, ...]:
         """Return the names of the numbers, other than scale, that change something."""
-        return tuple([name for name in self._fields[1:] if getattr(self, name)])
+        return tuple(compress(self._fields[1:], self[1:]))
 
     def split(self) -> tuple[float, Scores]:
         """Return (factor, rest): q is multiplied by factor, and backends get rest, whose scale is positive.

@@ -26,10 +26,6 @@ class Attributes:
     queries: Mapping[str, Tensor] = field(default_factory=dict)
     keys: Mapping[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def empty(self) -> bool:
-        return not self.queries and not self.keys
-
     def and_(self, queries: Mapping[str, Tensor], keys: Mapping[str, Tensor]) -> Attributes:
         """Return these attributes with others of the same rows."""
         return Attributes({**self.queries, **queries}, {**self.keys, **keys})

@@ -65,11 +65,12 @@ class Backend:
 
     def why_not(self, facts: Facts) -> str | None:
         """Return why this backend cannot serve a call: what it lacks over a mesh, or its `refusal`; None if it can."""
-        if facts.over_mesh and not self.over_mesh:
-            return "it sees one device, and the call has a mesh"
-        given = [name for name in facts.needs if name in ("key_padding_mask", "dropout_p")]
-        if facts.over_mesh and given and not self.masks_over_mesh:
-            return f"over a mesh it takes no {' and no '.join(given)}; native does"
+        if facts.over_mesh:
+            if not self.over_mesh:
+                return "it sees one device, and the call has a mesh"
+            given = [name for name in facts.needs if name in ("key_padding_mask", "dropout_p")]
+            if given and not self.masks_over_mesh:
+                return f"over a mesh it takes no {' and no '.join(given)}; native does"
         return self.refusal(facts)
 
 

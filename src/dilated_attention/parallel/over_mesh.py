@@ -256,7 +256,8 @@ class _Compute:
             heads = range(head, head + q.shape[2])
             rows = queries - self.start
             attributes = attributes.and_(*biases.attributes(self.bias, heads, rows, keys, (self.start, 0)))
-        return Problem(plan, self.call.backend_scores, attributes, layouts if layouts else None, bias=self.source)
+        _, scores = self.call.split_scores
+        return Problem(plan, scores, attributes, layouts if layouts else None, bias=self.source)
 
     def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
         """Return the problem over all tokens for the heads of `q`, which this rank computes (`Ulysses`)."""
