@@ -43,6 +43,7 @@ from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.jobs import NEARBY
 from dilated_attention.backends.reference import attend, count_matrix, phantom_counts
 from dilated_attention.errors import BackendError
+from dilated_attention.kernels.configurations import Shape
 from dilated_attention.kernels.cpu import build
 from dilated_attention.patterns import Dilated, Window
 from dilated_attention.plan import Branches, Plan, Rows, StridedGroup, plan_dilated, plan_of
@@ -220,8 +221,8 @@ class TestShapes(Forced):
 class TestFeatures(Forced):
     def test_branches_in_one_softmax(self, dtype, monkeypatch):
         """The kernels can do this, though no plan asks for it."""
-        make = tiles.tables
-        monkeypatch.setattr(tiles, "tables", lambda *x, **_: make(*x))
+        make, shape = tiles.cells_of, Shape(64, 64, 1, 1)
+        monkeypatch.setattr(tiles, "cells_of", lambda plan, side, _: tiles._joined(make(plan, side, None), side, shape))
         plan, offsets = dilated(512, 2, (256, 512), (1, 2))
         (launch,) = cpu.launches(problem(plan, False, 1.0), torch.empty(1, 512, 2, 8), "queries")
         assert launch.table.spans == 2
@@ -728,7 +729,7 @@ def test_lines_look_at_all_parts_once():
             return super().__iter__()
 
     parts = Parts([(np.ones((1, tiles.TILE_FIELDS + tiles.SPAN_FIELDS), np.int64), (0,))] * 9)
-    tiles._lines(parts, "queries", 64)
+    tiles.lines_of(parts, "queries", 64)
     assert parts.passes <= 2
 
 

@@ -517,7 +517,7 @@ def _key(
     keys = None
     if near is not None:
         keys = near.stop - near.start
-    elif kind is BlockLayout and placed(options):
+    elif isinstance(pattern, BlockLayout) and placed(options):
         first_query, _ = starts_of(options)
         if first_query % pattern.q_block + q.size(1) <= pattern.q_block:
             # Queries of one list: the same call with any list and any number of keys (`_at`).

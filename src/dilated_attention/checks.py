@@ -244,10 +244,7 @@ def readable(*tensors: Tensor) -> bool:
     """Return whether values can be read at once: plain tensors on the CPU, outside graphs and torch.func."""
     if torch.compiler.is_compiling() or in_torch_func() or observed(*tensors):
         return False
-    for x in tensors:
-        if not x.is_cpu:
-            return False
-    return True
+    return all(x.is_cpu for x in tensors)
 
 
 def indices(what: str, values: Tensor, least: int, stop: int) -> None:

@@ -232,7 +232,7 @@ def _attend(parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, options: Option
         parts = [part._replace(call=replace(part.call, seed=seed)) for part in parts]
     spoiled = None
     if key_padding_mask is not None:
-        if not all([part.call.backend.skips_rows and part.call.shards is None for part in parts]):
+        if not all(part.call.backend.skips_rows and part.call.shards is None for part in parts):
             # A weight of 0 times NaN would be NaN, in the gradients too.
             k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
         if not _all_finite(q):

@@ -161,6 +161,11 @@ class Plan:
         return sum([group.entries() for group in self.groups])
 
     @cached_property
+    def queries(self) -> int:
+        """Return how many query rows all groups hold in one sample."""
+        return sum([group.heads * group.queries.segments * group.queries.count for group in self.groups])
+
+    @cached_property
     def keys(self) -> int:
         """Return how many key rows all groups read in one sample."""
         return sum([group.heads * group.keys.segments * group.keys.count for group in self.groups])

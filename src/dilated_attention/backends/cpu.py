@@ -19,7 +19,7 @@ from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.jobs import Launch, Launches, launch_of
 from dilated_attention.backends.problem import MOST_PREPARED, Layouts, Problem, Repeat
 from dilated_attention.cache import plan_cache
-from dilated_attention.kernels.configurations import Shape, Side
+from dilated_attention.kernels.configurations import Side
 from dilated_attention.kernels.cpu import build
 from dilated_attention.kernels.cpu.estimates import TYPES
 from dilated_attention.layout import BlockLayout
@@ -311,9 +311,6 @@ MAX_OWN = 256
 """The most rows per tile. Half as many cost 3 to 5 % more, and a multiple would not fit the second-level cache. With
 AMX tiles, the backward's additions to dq per tile weigh more: there, twice as many rows save a tenth."""
 
-LOOP = 64
-"""The rows per loop step: CHUNK of kernels/cpu/product.h."""
-
 FEW = (0, 4, 4, 2, 1)
 FEW_ON_ARM64 = (0, 2, 1)
 """The most rows per tile for which kernels/cpu/few.h runs a launch, by instruction set (notebook, 2026-11-22; on arm64
@@ -369,14 +366,15 @@ def launches(
         together *= MORE_BY_BLOCK
 
     def make() -> Launches:
-        shape = Shape(own, LOOP, 1, 1).cut(*tiles.longest(plan, side, layouts))
         some = plan
         if which is not None:
             of_keys = tiles.launched(plan, "keys", layouts)
             groups = chain.from_iterable([of_keys[i] for i in which])
             some = replace(plan, groups=tuple(groups))
-        tables = tiles.tables(some, side, shape, layouts, q.device, join=False)
-        made = [launch_of(side, owned, few, together, x, joinable, own, by_block) for x in tables]
+        made = []
+        for cells in tiles.cells_of(some, side, layouts):
+            lines = tiles.lines_of(cells.parts, side, own)
+            made.append(launch_of(lines, cells.listed, side, owned, few, together, joinable, own, by_block))
         return Launches(plan, tuple(made))
 
     key = "cpu", id(plan), blocks, side, owned, own, few, together, which, joinable, by_block
@@ -409,11 +407,7 @@ def _fill_lanes(layouts: Layouts, joined: int, together: int) -> bool:
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
     """Return the rows per tile: MAX_OWN, or 2 MAX_OWN for tiles of keys (`side`) with AMX. Halve this, once, if
     head_dim exceeds 128 or the rows would fill fewer than 32 tiles; halve it again if head_dim exceeds 256."""
-    rows = 0
-    for group in plan.groups:
-        held = group.queries if side == "queries" else group.keys
-        rows += group.heads * held.segments * held.count
-
+    rows = plan.queries if side == "queries" else plan.keys
     most = MAX_OWN
     if side == "keys" and PROCESSOR.in_tiles(q.dtype):
         most = 2 * MAX_OWN
@@ -523,12 +517,17 @@ class _Arguments:
             self.set(**self.bias.arguments(side))
 
     def launch(self, launch: Launch) -> None:
-        """Set the arguments that a launch determines: its tiles, jobs and lists of blocks."""
+        """Set the arguments that a launch determines: its tiles, jobs and lists of blocks. The caller keeps them."""
         table = launch.table
-        self.set(
-            lines=table.lines, jobs=launch.jobs, job_count=len(launch.jobs) - 1, spans=table.spans, own=launch.rows,
-            few=launch.few, joined=launch.joined, by_block=launch.by_block,
-        )  # fmt: skip
+        call = self.call
+        call.lines = table.lines.data_ptr()
+        call.spans = table.spans
+        call.jobs = launch.jobs.data_ptr()
+        call.job_count = len(launch.jobs) - 1
+        call.own = launch.rows
+        call.few = launch.few
+        call.joined = launch.joined
+        call.by_block = launch.by_block
         if self.layouts is None or table.count is None:
             return
 

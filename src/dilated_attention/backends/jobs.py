@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -68,12 +68,13 @@ class Launches:
 
 
 def launch_of(
-    side: Side, owned: bool, most_few: int, together: int, table: tiles.Table, joinable: int = 1, most: int = 0,
-    by_block: bool = False,
+    lines: np.ndarray, count: int | None, side: Side, owned: bool, most_few: int, together: int, joinable: int,
+    most: int, by_block: bool,
 ) -> Launch:  # fmt: skip
-    """Group the tiles of a table into jobs for threads, order them (see `Launch.jobs`), and return the launch.
+    """Group tiles into jobs for threads, order them (see `Launch.jobs`), and return the launch.
 
     Args:
+        lines, count: the tiles (`tiles.lines_of`), and the key of their layout.
         owned: group tiles into jobs such that no row is seen by tiles of two jobs: a job may then add to the rows that
             it sees. If not, a job is one tile, or up to `together` tiles in a launch that is `few` or `by_block`.
         most_few: the most rows per tile of a launch that is `few`, owned or not (see `Launch`). Twice as many if they
@@ -82,8 +83,8 @@ def launch_of(
             than a launch that is `few`, and at most `most`.
         by_block: see `Launch`.
     """
-    lines = table.lines.numpy()
-    weights = lines[:, tiles.ROWS].astype(np.int64) * lines[:, tiles.COUNTS].sum(1)
+    seen = lines[:, tiles.COUNTS].sum(1)
+    weights = lines[:, tiles.ROWS] * seen
     rows = int(lines[:, tiles.ROWS].max(initial=0))
     few = rows <= most_few
     joined = 1
@@ -104,14 +105,14 @@ def launch_of(
         # rows share pages of memory.
         *shorter, longest = lines[:, tiles.STARTS].T
         near, far = tiles.EDGES
-        narrow = (abs(lines[:, near].astype(np.int64) - lines[:, far]) < NEARBY).all(1)
-        order = np.lexsort((*shorter, lines[:, tiles.HEAD], narrow * lines[:, tiles.START] // NEARBY, longest))
+        narrow = (abs(lines[:, near] - lines[:, far]) < NEARBY).all(1)
+        order = np.lexsort((-seen, *shorter, lines[:, tiles.HEAD], narrow * lines[:, tiles.START] // NEARBY, longest))
         if few or by_block:
             size = max(1, min(together, len(lines) // 64))
         jobs = np.append(np.arange(0, len(lines), size), len(lines))
 
     weights = np.add.reduceat(weights[order], jobs[:-1])
-    ordered = replace(table, lines=torch.from_numpy(lines[order]))
+    ordered = tiles.Table(tiles.int32(lines[order]), tiles.spans_of(lines), count)
     return Launch(side, ordered, torch.from_numpy(jobs), weights, few, rows * joined * size, joined, by_block)
 
 
@@ -119,7 +120,7 @@ def _owners(lines: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndar
     """Return indices that order the lines of a `tiles.Table`, and edges that cut them into jobs that share no row, the
     heaviest first. A tile is taken to see all tokens from the first to the last of its spans: too few jobs only cost
     time."""
-    spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS).astype(np.int64)
+    spans = lines[:, tiles.TILE_FIELDS :].reshape(len(lines), -1, tiles.SPAN_FIELDS)
     start = spans[..., 0]
     stride = spans[..., 1]
     count = spans[..., 2]
@@ -130,7 +131,7 @@ def _owners(lines: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndar
     order = np.lexsort((lines[:, tiles.START], low, lines[:, tiles.HEAD]))
     low = low[order]
     high = high[order]
-    head = lines[order, tiles.HEAD].astype(np.int64)
+    head = lines[order, tiles.HEAD]
     far = 2**32  # more than any token
     reach = np.maximum.accumulate(head * far + high)
     begins = np.ones(len(order), bool)

@@ -1,4 +1,5 @@
 """Turn a plan into tables of tiles. A table says, in plain integers, what each program of a kernel launch computes.
+The cpu backend shares the tiles among threads (`backends/jobs.py`), the triton backend takes `tables` of them.
 
 A table has one int32 line per tile, described in kernels/strided.py. A *tile* is a block of rows of one head that a
 program holds; the line also lists the *spans*, the runs of rows that the tile sees. The *side* of a kernel says whether
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -67,6 +68,19 @@ class Table:
 
     Attributes:
         lines: int32 `(tiles, TILE_FIELDS + SPAN_FIELDS * spans)`, in the order in which they should run.
+        count: the key of its layout in `Layouts`; None without layouts.
+    """
+
+    lines: Tensor
+    spans: int
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Described(Table):
+    """Add to a table what a kernel that is compiled for it may leave out.
+
+    Attributes:
         chain: whether some tile of queries continues results that an earlier launch wrote.
         is_causal, banded: whether a diagonal, `near` in kernels/strided.py, or also `far`, limits a span's rows.
         even: whether every tile is full: those of `lines`, and those that the loop streams.
@@ -77,11 +91,8 @@ class Table:
             decides whether memory offsets inside the tile need 64 bits.
         strides: the distinct strides of the tiles, and of the spans that they see; empty unless tiles hold queries and
             need no mask.
-        count: the key of its layout in `Layouts`; None without layouts.
     """
 
-    lines: Tensor
-    spans: int
     chain: bool
     is_causal: bool
     banded: bool
@@ -90,52 +101,37 @@ class Table:
     reach: int
     strides: tuple[tuple[int, ...], tuple[int, ...]]
     phantoms: bool
-    count: int | None = None
 
 
 def tables(
-    plan: Plan, side: Side, shape: Shape, layouts: Layouts | None, device: torch.device, *, join: bool = True
-) -> list[Table]:
-    """Return the tables of all launches of a plan, in the order in which they run, for tiles of `shape`. With layouts,
-    the launches compute only the blocks that the layouts list in each segment.
+    plan: Plan, side: Side, shape: Shape, layouts: Layouts | None, device: torch.device
+) -> list[Described]:  # fmt: skip
+    """Return the tables of all launches of a plan for a GPU, in the order in which they run, for tiles of `shape`. With
+    layouts, the launches compute only the blocks that the layouts list in each segment.
 
-    `join`: compute consecutive turns (see `turns`) in one launch where that adds hardly any loop steps; has no effect
-    with layouts, or if some group is causal or has another band.
+    Consecutive turns (see `turns`) become one launch where that adds hardly any loop steps, but with layouts, or if
+    some group is causal or has another band.
     """
-    if layouts is None:
-        cells = _unions(plan, side, shape, join and not plan.banded)
-        return [_span_table(parts, side, plan.banded, shape, device) for parts in cells]
-    return [
-        _block_table(groups, side, shape, layouts[groups[0].listed], device) for groups in launched(plan, side, layouts)
-    ]
+    launches = cells_of(plan, side, layouts)
+    if layouts is not None:
+        return [_block_table(x, side, shape, layouts[x.groups[0].listed], device) for x in launches]
+    if not plan.banded:
+        launches = _joined(launches, side, shape)
+    return [_span_table(x, side, plan.banded, shape, device) for x in launches]
 
 
-def _span_table(parts: Sequence[Part], side: Side, masked: bool, shape: Shape, device: torch.device) -> Table:
-    lines = (heaviest_first if masked else by_head)(_lines(parts, side, shape.own))
-    spans = (lines.shape[1] - TILE_FIELDS) // SPAN_FIELDS
+def _span_table(cells: Cells, side: Side, masked: bool, shape: Shape, device: torch.device) -> Described:
+    lines = (heaviest_first if masked else by_head)(lines_of(cells.parts, side, shape.own))
     even = not (lines[:, COUNTS] % shape.loop).any()
     # Queries past the end of a span need no mask: their p is 0.
     edge = int(masked or (side == "queries" and not even))
-    return _table(lines, side, shape, spans, masked, even, edge, device)
+    return _described(lines, side, shape, None, masked, even, edge, device)
 
 
-def _block_table(
-    groups: Sequence[StridedGroup], side: Side, shape: Shape, layout: BlockLayout, device: torch.device
-) -> Table:
+def _block_table(cells: Cells, side: Side, shape: Shape, layout: BlockLayout, device: torch.device) -> Described:
     own, loop = _held_first(side, layout.q_block, layout.k_block)
-    parts: list[Part] = []
-    whole = True
-    for group in groups:
-        row, column = group.at
-        # With the layout's own bound: no later key if it is causal.
-        high = row - column if layout.is_causal else None
-        cells = _segment_cells(group._replace(low=None, high=high), side)
-        ahead, _ = _held_first(side, row, column)
-        parts.append((_block_cells(cells, side, own, ahead), _heads(group)))
-        _, streamed = _sides(group, side)
-        if cells[0, AHEAD] or streamed.count != layout.seq_len:
-            whole = False
-    lines = heaviest_first(_lines(parts, side, shape.own))
+    lines = heaviest_first(lines_of(cells.parts, side, shape.own))
+    whole = not lines[:, AHEAD].any() and bool((lines[:, COUNTS] == layout.seq_len).all())
 
     even = loop % shape.loop == 0 and whole and layout.seq_len % loop == 0
     if side == "queries" and (loop % shape.loop or not whole):  # lists name keys outside the span
@@ -147,8 +143,7 @@ def _block_table(
         edge = max(1, own // loop) if nested else -(-(own - 1) // loop) + 1
     else:
         edge = int(side == "queries" and not even)
-    table = _table(lines, side, shape, 1, layout.is_causal, even, edge, device)
-    return replace(table, count=groups[0].listed)
+    return _described(lines, side, shape, cells.listed, layout.is_causal, even, edge, device)
 
 
 def moved(table: Table, layout: BlockLayout, at: tuple[int, int], queries: int, keys: int) -> Tensor:
@@ -166,11 +161,11 @@ def moved(table: Table, layout: BlockLayout, at: tuple[int, int], queries: int, 
     return moved
 
 
-def _table(
-    lines: np.ndarray, side: Side, shape: Shape, spans: int, masked: bool, even: bool, edge: int, device: torch.device
-) -> Table:
-    """Make a table from lines with `spans` spans each. `masked`: its `is_causal`. `even`: every tile that the loop
-    streams is full."""
+def _described(
+    lines: np.ndarray, side: Side, shape: Shape, count: int | None, masked: bool, even: bool, edge: int,
+    device: torch.device,
+) -> Described:  # fmt: skip
+    """Make a table from lines. `masked`: its `is_causal`. `even`: every tile that the loop streams is full."""
     used = lines[:, COUNTS] > 0
     banded = bool(((lines[:, EDGES[1]] != UNMASKED[side][1]) & used).any())
     even &= bool((lines[:, ROWS] == shape.own).all())
@@ -180,7 +175,13 @@ def _table(
     strides: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     if side == "queries" and even and not edge:
         strides = (_distinct(lines[:, STRIDE]), _distinct(lines[:, STRIDES][used]))
-    return Table(_to(device, lines), spans, chain, masked, banded, even, edge, reach, strides, phantoms)
+    return Described(
+        _to(device, lines), spans_of(lines), count, chain, masked, banded, even, edge, reach, strides, phantoms
+    )
+
+
+def spans_of(lines: np.ndarray) -> int:
+    return (lines.shape[1] - TILE_FIELDS) // SPAN_FIELDS
 
 
 def _distinct(x: np.ndarray) -> tuple[int, ...]:
@@ -192,14 +193,18 @@ def _distinct(x: np.ndarray) -> tuple[int, ...]:
     return tuple(found.tolist())
 
 
-def _to(device: torch.device, lines: np.ndarray) -> Tensor:
-    """Copy lines to a device. Raises UnsupportedError if a token's number does not fit 32 bits.
+def int32(lines: np.ndarray) -> Tensor:
+    """Return lines as a table. Raises UnsupportedError if a token's number does not fit 32 bits.
 
     The backend's `refusal` counts the tokens of one sample, but a packed batch has those of all samples.
     """
     if lines.max(initial=0) >= 2**31:
         raise UnsupportedError(f"the kernels' tables address 2^31 tokens of all samples; got token {lines.max()}")
-    table = torch.from_numpy(np.ascontiguousarray(lines, np.int32))
+    return torch.from_numpy(np.ascontiguousarray(lines, np.int32))
+
+
+def _to(device: torch.device, lines: np.ndarray) -> Tensor:
+    table = int32(lines)
     return lasting(lambda: table.to(device), device)
 
 
@@ -289,8 +294,8 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
-    """Return the groups of each launch that `tables` plans with `join=False`, in order. Without layouts, a launch is a
-    turn. With layouts, a turn has one for each number of tokens in a segment, because each has its own layout."""
+    """Return the groups of each launch, in order. Without layouts, a launch is a turn. With layouts, a turn has one for
+    each number of tokens in a segment, because each has its own layout."""
     in_turns = turns(plan.groups, side)
     if layouts is None:
         return in_turns
@@ -303,28 +308,50 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
     return launches
 
 
-def _unions(plan: Plan, side: Side, shape: Shape, join: bool) -> list[list[Part]]:
-    """Return the cells of each launch: one launch per turn, or fewer with `join`.
+class Cells(NamedTuple):
+    """Hold the cells of one launch, its groups, and the key of its layout in `Layouts`; None without layouts."""
 
-    With `join`, consecutive turns become one launch if the loops then take hardly more steps. Then branches share
-    one softmax and the running state stays in registers. This pays if the residue classes of the sparsest branch (rate
-    r) fill tiles of `shape.own` rows inside the segments (length w) of the densest: w >= own · r. Callers do not join
-    causal turns: a tile of a sparse class spans so much of a dense segment that up to half of its scores would lie
-    above the diagonal.
+    groups: list[StridedGroup]
+    parts: list[Part]
+    listed: int | None = None
+
+
+def cells_of(plan: Plan, side: Side, layouts: Layouts | None) -> list[Cells]:
+    """Return the cells of each launch of a plan (`launched`): one per segment, or with layouts one per block of it."""
+    found = []
+    for groups in launched(plan, side, layouts):
+        parts: list[Part]
+        if layouts is None:
+            parts = [(_segment_cells(group, side), _heads(group)) for group in groups]
+            found.append(Cells(groups, parts))
+        else:
+            parts = [(_block_cells(group, side, layouts[group.listed]), _heads(group)) for group in groups]
+            found.append(Cells(groups, parts, groups[0].listed))
+    return found
+
+
+def _joined(turns: Sequence[Cells], side: Side, shape: Shape) -> list[Cells]:
+    """Join consecutive turns to one launch if the loops then take hardly more steps.
+
+    Then branches share one softmax and the running state stays in registers. This pays if the residue classes of the
+    sparsest branch (rate r) fill tiles of `shape.own` rows inside the segments (length w) of the densest: w >= own · r.
+    Callers do not join causal turns: a tile of a sparse class spans so much of a dense segment that up to half of its
+    scores would lie above the diagonal.
     """
-    launches: list[tuple[list[StridedGroup], list[Part], int]] = []
-    for turn in turns(plan.groups, side):
-        parts: list[Part] = [(_segment_cells(group, side), _heads(group)) for group in turn]
-        steps = _steps(parts, shape)
-        if launches and join:
-            groups, _, before = launches[-1]
-            joined = [*groups, *turn]
-            union = _union_parts(joined, side)
+    launches: list[Cells] = []
+    before = 0  # the steps of the turns that are joined in the last launch
+    for turn in turns:
+        steps = _steps(turn.parts, shape)
+        if launches:
+            groups = [*launches[-1].groups, *turn.groups]
+            union = _union_parts(groups, side)
             if union and _steps(union, shape) <= MAX_EXTRA_STEPS * (before + steps):
-                launches[-1] = (joined, union, before + steps)
+                launches[-1] = Cells(groups, union, None)
+                before += steps
                 continue
-        launches.append((turn, parts, steps))
-    return [parts for _, parts, _ in launches]
+        launches.append(turn)
+        before = steps
+    return launches
 
 
 def _steps(parts: Sequence[Part], shape: Shape) -> int:
@@ -342,7 +369,12 @@ def _steps(parts: Sequence[Part], shape: Shape) -> int:
 
 def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
     """Return one cell per segment of a group: the rows that tiles hold, with one span, the rows that they see."""
-    own, loop = _sides(group, side)
+    if side == "queries":
+        own, loop = group.queries, group.keys
+        sign = 1
+    else:
+        own, loop = group.keys, group.queries
+        sign = -1  # key i is seen by query j iff -high <= j - i <= -low
     segment = np.arange(own.segments)
     cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
     cells[:, START] = own.start + segment * own.segment
@@ -350,9 +382,7 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
     cells[:, ROWS] = own.count
     cells[:, FIRST] = group.first
     cells[:, PHANTOMS] = group.phantoms
-    _, cells[:, AHEAD] = _held_first(side, *group.at)
-
-    sign = 1 if side == "queries" else -1  # key i is seen by query j iff -high <= j - i <= -low
+    cells[:, AHEAD] = group.at[1 if side == "queries" else 0]
     near, far = UNMASKED[side]
     if group.high is not None:
         near = sign * group.high
@@ -363,9 +393,15 @@ def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
     return cells
 
 
-def _block_cells(cells: np.ndarray, side: Side, size: int, ahead: int) -> np.ndarray:
-    """Cut cells of whole segments, whose row 0 lies at position `ahead`, into one cell per block of `size` positions;
-    LIST becomes the block's number, WITHIN the position of row 0 in it."""
+def _block_cells(group: StridedGroup, side: Side, layout: BlockLayout) -> np.ndarray:
+    """Return one cell per block of the layout inside each segment of a group. LIST is the block's number, WITHIN the
+    position of the cell's first row in it."""
+    row, column = group.at
+    # With the layout's own bound: no later key if it is causal.
+    high = row - column if layout.is_causal else None
+    cells = _segment_cells(group._replace(low=None, high=high), side)
+    size, _ = _held_first(side, layout.q_block, layout.k_block)
+    ahead, _ = _held_first(side, row, column)
     cell, block = _runs(-(-(ahead + cells[:, ROWS]) // size) - ahead // size)
     block += ahead // size
     begin = np.maximum(block * size - ahead, 0)
@@ -469,7 +505,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 # ---- lines
 
 
-def _lines(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
+def lines_of(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
     """Return one line per tile and head: the cells of `parts` cut into tiles of `own` rows. Tiles of one cell and head
     are neighbours, because their loops read the same rows. In a causal cell the tiles with the most work come first."""
     blocks = []

@@ -272,7 +272,14 @@ class Boxed(Bound):
 
     @classmethod
     def of(
-        cls, hopper: Any, table: tiles.Table, programs: int, settled: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
+        cls,
+        hopper: Any,
+        table: tiles.Described,
+        programs: int,
+        settled: dict[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> Boxed:
         describe = hopper.boxes(table, q, k, v)
         names = *describe(q, k, v), "OUT", "LSE", "INDPTR", "INDICES"
@@ -322,7 +329,7 @@ class Launch:
     """Hold one kernel launch: its tiles and their shape."""
 
     kernel: Kernel
-    table: tiles.Table
+    table: tiles.Described
     shape: Shape
 
     def lists(self, layouts: Layouts | None) -> tuple[Tensor | None, ...]:
