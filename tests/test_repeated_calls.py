@@ -278,6 +278,15 @@ class TestRefusedAfterAnEqualValidCall:
         views = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
         torch.testing.assert_close(attention(*views, PATTERNS["dilated"]), expected)
 
+    @pytest.mark.parametrize("backend", [name for name in ("cpu", "native") if name != "cpu" or cpu.missing() is None])
+    def test_packed_samples_at_other_positions(self, backend):
+        inputs = tuple(torch.randn(1, N, 4, 8) for _ in range(3))
+        for positions in ({}, {"q_start": 3, "k_start": 3}, {"q_start": 3, "k_start": 0}):
+            options = {"cu_seqlens": [0, 20, N], **positions}
+            expected = attention(*inputs, PATTERNS["dilated"], **options, backend="reference")
+            found = attention(*inputs, PATTERNS["dilated"], **options, backend=backend)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
     def test_jit_trace(self):
         inputs = tensors()
         attention(*inputs, PATTERNS["dilated"])

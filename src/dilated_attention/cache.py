@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from numbers import Integral
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -100,6 +101,10 @@ class PlanCache:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._captured[id(value)] = value
         return value
+
+    def of(self, function: Callable[..., Value], *arguments: Hashable) -> Value:
+        """Return `function(*arguments)`, which depends on the values of its arguments alone, as `get` does."""
+        return self.get((function, *arguments), partial(function, *arguments))
 
     def _make(self, key: Hashable, make: Callable[[], Value]) -> Value:
         with torch.inference_mode(False), torch.no_grad(), untransformed():  # the first alone would turn gradients on

@@ -20,7 +20,7 @@ from dilated_attention.cache import lasting, plan_cache, plan_layout
 from dilated_attention.call import Call
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import running
-from dilated_attention.plan import Plan
+from dilated_attention.plan import Branches, Plan, plan_of
 
 MOST_KINDS = 8
 """The most kinds of tensors, by strides and alignment, for which a call keeps what a backend prepared, and the most
@@ -190,12 +190,22 @@ def _problem_of(call: Call, q: Tensor, plan: Plan, attributes: Attributes, sampl
 def _packed_problem(call: Call, q: Tensor, k: Tensor, slices: Sequence[tuple[slice, slice]]) -> Problem:
     """Return one `Problem` for all samples of a ragged call, with these (batch, seq) slices: the backend reads q, k and
     v as one sequence (`_packed`)."""
-    starts = tuple(batch.start * k.shape[1] + seq.start for batch, seq in slices)
-    lengths = tuple(seq.stop - seq.start for _, seq in slices)
+    edges = tuple([(batch.start * k.shape[1] + seq.start, seq.stop - seq.start) for batch, seq in slices])
     tokens = k.shape[0] * k.shape[1]
-    key = ("packed", tokens, starts, lengths, call.branches, call.is_causal)
-    plan = plan_cache.get(key, lambda: concatenate([call.plan(n) for n in lengths], list(starts), tokens))
+    plan = plan_cache.of(_packed_plan, call.branches, call.starts, call.is_causal, edges, tokens)
     return _problem_of(call, q, plan, call.attributes(q, k).packed(k.shape[0]))
+
+
+def _packed_plan(
+    branches: Branches, positions: tuple[int, int], is_causal: bool, samples: tuple[tuple[int, int], ...], tokens: int
+) -> Plan:  # fmt: skip
+    """Return one plan for samples, (first token, number of tokens), that lie in a sequence of `tokens` tokens.
+    `positions`: those of the first query and key of each sample."""
+    q_start, k_start = positions
+    plans = []
+    for _, number in samples:
+        plans.append(plan_of(branches, (q_start, q_start + number), (k_start, k_start + number), is_causal))
+    return concatenate(plans, [first for first, _ in samples], tokens)
 
 
 def layouts_of(

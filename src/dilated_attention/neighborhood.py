@@ -272,7 +272,7 @@ def tiled(pattern: Neighborhood) -> Tiled:
     """Return the pattern as a layout over rows, from the cache."""
     if torch.compiler.is_compiling():  # a cache cannot be traced
         return _tiled(pattern)
-    return plan_cache.get(("neighborhood", pattern), lambda: _tiled(pattern))
+    return plan_cache.of(_tiled, pattern)
 
 
 def _tiled(pattern: Neighborhood) -> Tiled:

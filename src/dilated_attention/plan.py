@@ -487,10 +487,7 @@ def plan_of(
     keys and phantoms of a query then add up to ceil(w / r) per branch, where w is at most the sequence length.
     `listed`: the groups lie in block layouts (`StridedGroup.at`), which also say whether they are causal.
     """
-    if keys is None:
-        keys = queries
-    arguments = branches, queries, keys, is_causal, listed
-    return plan_cache.get(("plan", arguments), lambda: _compile(*arguments))
+    return plan_cache.of(_compile, branches, queries, keys or queries, is_causal, listed)
 
 
 def plan_dilated(

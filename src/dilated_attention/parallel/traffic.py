@@ -247,8 +247,7 @@ def choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:
     `doubling`. The last two are ruled out if the rows that they keep for the backward take more than `_BUFFER_SHARDS`
     (4) times the memory of a shard's keys and values. If none is left, it takes `ring`.
     """
-    key = ("transport", transport, sharding, shape)
-    return plan_cache.get(key, lambda: _choose(transport, sharding, shape))
+    return plan_cache.of(_choose, transport, sharding, shape)
 
 
 def _choose(transport: str, sharding: Sharding, shape: Shape) -> TransportChoice:

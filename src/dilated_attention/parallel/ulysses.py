@@ -34,7 +34,7 @@ class Ulysses:
         offsets = tuple([row[columns] for row in sharding.branches.offsets])
         branches = sharding.branches._replace(offsets=offsets)
         whole = replace(sharding, branches=branches, bounds=(0, sharding.seq_len), layouts=())
-        self.plan = plan_cache.get(("whole", whole), lambda: partition.local_plan(whole, 0))
+        self.plan = plan_cache.of(partition.local_plan, whole, 0)
 
         mine = range(link.rank * heads, (link.rank + 1) * heads)
         self.layouts = {}

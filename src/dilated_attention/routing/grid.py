@@ -203,7 +203,7 @@ def candidates(
     )  # fmt: skip
     if not is_compiled(q, k):
         return Candidates(*fields)
-    return plan_cache.get(("candidates", *fields), lambda: Candidates(*fields))
+    return plan_cache.of(Candidates, *fields)
 
 
 def ranked(share: Tensor, allowed: Tensor, always: Tensor) -> Tensor:
