@@ -7,7 +7,7 @@ hold nothing else: tables on a device are derived from them elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -267,7 +267,7 @@ def compile_groups(
     begun: set[int] = set()  # heads that an earlier branch has written
     covered: set[int] = set()  # heads whose every row the first branch has written
     table = branches.offsets
-    for branch in sorted(range(len(table)), key=lambda b: branches.dilation_rates[b]):
+    for branch in sorted(range(len(table)), key=branches.dilation_rates.__getitem__):
         classes: dict[tuple[int, bool], list[int]] = {}
         for head, offset in enumerate(table[branch]):
             if offset != -1:
@@ -308,13 +308,14 @@ def sights(
     leading = branches.leading[branch] if branches.leading else 0
     low, high = branches.bands[branch] if branches.bands else EVERY
     if leading:
-        first = (queries[0], min(leading, queries[1]))
-        later = (max(leading, queries[0]), queries[1])
-        yield Part(_interval(*later), _interval(keys[0], min(leading, keys[1])), EVERY)
-        yield Part(_interval(*first), _interval(*keys), (None, 0) if is_causal else EVERY)
+        later = _interval(max(leading, queries[0]), queries[1])
+        yield Part(later, _interval(keys[0], min(leading, keys[1])), EVERY)
+        early = _interval(queries[0], min(leading, queries[1]))
+        yield Part(early, _interval(*keys), (None, 0) if is_causal else EVERY)
     if is_causal and (high is None or high > 0):
         high = 0
-    some_queries, some_keys = ((max(start, leading), stop) for start, stop in (queries, keys))
+    some_queries = (max(queries[0], leading), queries[1])
+    some_keys = (max(keys[0], leading), keys[1])
     rate = branches.dilation_rates[branch]
     end = max(queries[1], keys[1])
     segment = min(branches.segment_lengths[branch], end)
@@ -324,10 +325,9 @@ def sights(
         if offset == ALL:
             residues = range(min(rate, stop - start))
         for residue in residues:
-            rows, columns = (
-                _rows(start + residue, rate, max(start, lower), min(stop, upper), segment, segments)
-                for lower, upper in (some_queries, some_keys)
-            )
+            first = start + residue
+            rows = _rows(first, rate, max(start, some_queries[0]), min(stop, some_queries[1]), segment, segments)
+            columns = _rows(first, rate, max(start, some_keys[0]), min(stop, some_keys[1]), segment, segments)
             zeros = 0
             if branches.compat is not None and not is_causal:
                 zeros = -(-segment // rate) - max(0, -(-(stop - start - residue) // rate))
@@ -384,12 +384,14 @@ def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
     cuts = [spans(segment, (0, seq_len), (0, seq_len)) for segment in branches.segment_lengths]
     counts_zeros = branches.compat is not None and not is_causal
 
-    def parts(branch: int, offset: int) -> Iterator[Part]:
+    def parts(branch: int, offset: int) -> list[Part]:
+        found = []
         for own, short, _ in rows_of(cuts[branch], branches.dilation_rates[branch], offset):
             band: Band = EVERY
             if is_causal and own.count > 1:
                 band = (None, 0)
-            yield Part(own, own, band, short if counts_zeros else 0)
+            found.append(Part(own, own, band, short if counts_zeros else 0))
+        return found
 
     groups, covered = compile_groups(branches, parts, seq_len)
     return Plan(seq_len, len(branches.offsets[0]), groups, covered or not seq_len, square=True)
@@ -406,11 +408,13 @@ def _runs(segment: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iter
     last = min((queries[1] - 1) // segment, (keys[1] - 1) // segment)
     whole = range(max(first, -(-lower // segment)), max(min(last + 1, upper // segment), 0))
     if not whole:
-        yield from ((number * segment, 1) for number in range(first, last + 1))
-        return
-    yield from ((number * segment, 1) for number in range(first, whole.start))
-    yield whole.start * segment, len(whole)
-    yield from ((number * segment, 1) for number in range(whole.stop, last + 1))
+        whole = range(last + 1, last + 1)
+    for number in range(first, whole.start):
+        yield number * segment, 1
+    if whole:
+        yield whole.start * segment, len(whole)
+    for number in range(whole.stop, last + 1):
+        yield number * segment, 1
 
 
 def _rows(first: int, stride: int, lower: int, upper: int, segment: int, segments: int) -> Rows:
@@ -473,7 +477,7 @@ def trimmed(rows: Rows, columns: Rows, band: Band) -> tuple[Rows, Rows, Band] | 
 
 
 def slice_rows(rows: Rows, start: int, stop: int) -> Rows:
-    return replace(rows, start=rows.start + start * rows.stride, count=stop - start)
+    return Rows(rows.start + start * rows.stride, rows.segment, rows.segments, rows.stride, stop - start)
 
 
 def plan_of(

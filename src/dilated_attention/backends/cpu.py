@@ -50,9 +50,8 @@ def refusal(facts: Facts) -> str | None:
     """Return why this backend cannot serve a call, and what would serve it; None if it can."""
     if facts.device.type != "cpu":
         return f"the kernels run on CPUs, not {facts.device.type}"
-    why = missing()
-    if why is not None:
-        return why
+    if _MISSING is not None:
+        return _MISSING
     needs = set(facts.needs)
     if {"bias", "softcap"} <= needs:
         return "the kernels add no bias under a softcap; native does"
