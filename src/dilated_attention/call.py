@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,9 +215,8 @@ class Call:
         place = starts, k.shape[1]
         latest, call = self.latest
         if latest != place:
-            call = replace(self, starts=starts)
+            call = self.but(starts=starts, repeats=self.repeats, key=self.key)
             call._check_reach(call.layouts[0], q.shape[1], k.shape[1])
-            call.__dict__.update(repeats=self.repeats, key=self.key)
             self.__dict__.update(latest=(place, call))
         return call
 
@@ -288,7 +286,15 @@ class Call:
                 "cu_seqlens are the edges of samples in q and in k, which then have equally many tokens; got "
                 f"{q.shape[1]} and {k.shape[1]}: make one call per sample"
             )
-        return replace(self, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=hidden)
+        return self.but(lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=hidden)
+
+    def but(self, **fields: Any) -> Call:
+        """Return this call with other `fields`, in a quarter of the time of `dataclasses.replace`. It repeats nothing,
+        unless `repeats` is among them."""
+        call = object.__new__(Call)
+        call.__dict__.update(self.__dict__, repeats=None, key=None, latest=(None, None))
+        call.__dict__.update(fields)
+        return call
 
     @property
     def nbytes(self) -> int:
@@ -301,11 +307,6 @@ class Call:
     @property
     def backend(self) -> table.Backend:
         return self.choice.backend
-
-    @cached_property
-    def split_scores(self) -> tuple[float, Scores]:
-        """Return the factor by which q is multiplied, and the scores that backends get with it (`Scores.split`)."""
-        return self.scores.split()
 
     def plan(self, queries: int, keys: int | None = None) -> Plan:
         """Return the plan of one sample on one device; `queries`, `keys`: their numbers, equal by default."""

@@ -100,7 +100,7 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     if kind not in call.repeats:
         if len(call.repeats) == MOST_KINDS:
             return None
-        factor, scores = call.split_scores
+        factor, scores = call.scores.split()
         prepared, nbytes = None, 0
         if dense and factor == 1 and scores.dropout_p == 0 and v.size(3) == q.size(3):
             prepared, nbytes = backend.prepare(_problem(call, q, k), q, k, v) or (None, 0)
@@ -173,7 +173,7 @@ def _problem(call: Call, q: Tensor, k: Tensor) -> Problem:
         plan = call.plan(q.shape[1], k.shape[1])
         if len(call.problems) == MOST_KINDS:
             call.problems.clear()
-        _, scores = call.split_scores
+        _, scores = call.scores.split()
         held = call.problems[key] = Problem(plan, scores, layouts=layouts_of(call, q, plan))
     attributes = call.attributes(q, k)
     if attributes is NO_ATTRIBUTES:
@@ -182,7 +182,7 @@ def _problem(call: Call, q: Tensor, k: Tensor) -> Problem:
 
 
 def _problem_of(call: Call, q: Tensor, plan: Plan, attributes: Attributes, sample: int | None = None) -> Problem:
-    _, scores = call.split_scores
+    _, scores = call.scores.split()
     layouts = layouts_of(call, q, plan, sample)
     return Problem(plan, scores, attributes, layouts, bias=call.bias_source())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -187,7 +186,7 @@ class _Part(NamedTuple):
             near, options = near_keys(q, k, pattern, options)
         call = Call.remembered(q, k, v, pattern, options, near, alone=alone)
         if near is not None and call.key_padding_mask is not None:
-            call = replace(call, key_padding_mask=call.key_padding_mask[:, near])
+            call = call.but(key_padding_mask=call.key_padding_mask[:, near])
         return cls(call, None, near)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +228,7 @@ def _attend(parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, options: Option
     sinks = options["sinks"]
     if parts[0].call.scores.dropout_p:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=q.device)
-        parts = [part._replace(call=replace(part.call, seed=seed)) for part in parts]
+        parts = [part._replace(call=part.call.but(seed=seed)) for part in parts]
     spoiled = None
     if key_padding_mask is not None:
         if not all(part.call.backend.skips_rows and part.call.shards is None for part in parts):

@@ -198,7 +198,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *packed: Any)
 @not_traced
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     with without_autocast(q):  # it has cast q, k and v; scores and sums are wider
-        factor, _ = call.split_scores
+        factor, _ = call.scores.split()
         q = q if factor == 1 else q * factor
         return (execution if call.shards is None else over_mesh).forward(call, q, k, v)
 
@@ -235,7 +235,7 @@ def _run_backward(
     of_bias: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     with without_autocast(q):
-        factor, _ = call.split_scores
+        factor, _ = call.scores.split()
         q = q if factor == 1 else q * factor
         bias = call.bias_source()
         if of_bias:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import compress
 from typing import NamedTuple, TypedDict
 
@@ -54,6 +55,7 @@ class Scores(NamedTuple):
         """Return the names of the numbers, other than scale, that change something."""
         return tuple(compress(self._fields[1:], self[1:]))
 
+    @lru_cache(maxsize=256)  # noqa: B019, it keeps a few numbers alive
     def split(self) -> tuple[float, Scores]:
         """Return (factor, rest): q is multiplied by factor, and backends get rest, whose scale is positive.
 

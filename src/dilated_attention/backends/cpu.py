@@ -480,15 +480,15 @@ class _Arguments:
             threads=torch.get_num_threads() if self.work > ONE_THREAD else 1, scores=_Scores(*problem.scores),
         )  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
-        self.set(q=q, k=k, v=v, lengths=problem.lengths)
+        hidden = problem.hidden
+        if hidden is not None:
+            hidden = hidden[..., 0].expand(batch, -1).contiguous()
+        self.set(q=q, k=k, v=v, lengths=problem.lengths, hidden=hidden)
         self.bias: Entries | None = None
         if problem.bias is not None and q.numel() and k.numel():
             one_by_one = self.call.threads == 1 or len(problem.plan.groups) == 1
             self.bias = entries_of(problem.bias, problem.attributes, q, k, one_by_one)
 
-        hidden = problem.hidden
-        if hidden is not None:
-            self.set(hidden=hidden[..., 0].expand(batch, -1).contiguous())
         if problem.scores.dropout_p:
             words = problem.attributes.keys["words"]
             per_head = words.shape[2] > 1

@@ -256,7 +256,7 @@ class _Compute:
             heads = range(head, head + q.shape[2])
             rows = queries - self.start
             attributes = attributes.and_(*biases.attributes(self.bias, heads, rows, keys, (self.start, 0)))
-        _, scores = self.call.split_scores
+        _, scores = self.call.scores.split()
         return Problem(plan, scores, attributes, layouts if layouts else None, bias=self.source)
 
     def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
