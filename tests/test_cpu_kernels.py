@@ -718,21 +718,6 @@ def test_nothing():
     assert not any(x.any() for x in cpu.backward(problem(plan, is_causal=False, scale=1.0), *headless))
 
 
-def test_lines_look_at_all_parts_once():
-    """A ragged batch has several parts per sample."""
-
-    class Parts(list):
-        passes = 0
-
-        def __iter__(self):
-            self.passes += 1
-            return super().__iter__()
-
-    parts = Parts([(np.ones((1, tiles.TILE_FIELDS + tiles.SPAN_FIELDS), np.int64), (0,))] * 9)
-    tiles.lines_of(parts, "queries", 64)
-    assert parts.passes <= 2
-
-
 def test_rows_beyond_two_to_the_31_elements():
     """The last rows of tensors whose other rows are never touched, and so take no memory."""
     tokens, rows = 2**28 + 64, 64

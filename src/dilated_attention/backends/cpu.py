@@ -372,7 +372,7 @@ def launches(
             some = replace(plan, groups=tuple(groups))
         made = []
         for cells in tiles.cells_of(some, side, layouts):
-            lines = tiles.lines_of(cells.parts, side, own)
+            lines = tiles.lines_of(cells.array, side, own)
             made.append(launch_of(lines, cells.listed, side, owned, few, together, joinable, own, by_block))
         return Launches(plan, tuple(made))
 

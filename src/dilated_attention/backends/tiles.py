@@ -2,11 +2,11 @@
 The cpu backend shares the tiles among threads (`backends/jobs.py`), the triton backend takes `tables` of them.
 
 A table has one int32 line per tile, described in kernels/strided.py. A *tile* is a block of rows of one head that a
-program holds; the line also lists the *spans*, the runs of rows that the tile sees. The *side* of a kernel says whether
-tiles hold queries or keys. A *cell* is a run of rows that all see the same spans; tables are made by cutting cells into
-tiles, for each head. A *turn* is a list of groups that may run at the same time, because no two of them hold the same
-row of the same head. NumPy handles all segments at once, so no tile is a Python object. This module also makes the
-buffers for gradients that launches write.
+program holds; the line also lists the *spans*, the runs of rows that the tile sees. The *side* of a kernel says
+whether tiles hold queries or keys. A *cell* is a run of rows of one head that all see the same spans; tables are made
+by cutting cells into tiles. A *turn* is a list of groups that may run at the same time, because no two of them hold
+the same row of the same head. NumPy handles all segments at once, so no tile is a Python object. This module also
+makes the buffers for gradients that launches write.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import Plan, Rows, StridedGroup
 
 T = TypeVar("T")
-
-Part = tuple[np.ndarray, Sequence[int]]
-"""An array of cells, and the KV heads for which each of them is computed."""
 
 TILE_FIELDS = 9
 SPAN_FIELDS = 5
@@ -121,7 +118,7 @@ def tables(
 
 
 def _span_table(cells: Cells, side: Side, masked: bool, shape: Shape, device: torch.device) -> Described:
-    lines = (heaviest_first if masked else by_head)(lines_of(cells.parts, side, shape.own))
+    lines = (heaviest_first if masked else by_head)(lines_of(cells.array, side, shape.own))
     even = not (lines[:, COUNTS] % shape.loop).any()
     # Queries past the end of a span need no mask: their p is 0.
     edge = int(masked or (side == "queries" and not even))
@@ -130,7 +127,7 @@ def _span_table(cells: Cells, side: Side, masked: bool, shape: Shape, device: to
 
 def _block_table(cells: Cells, side: Side, shape: Shape, layout: BlockLayout, device: torch.device) -> Described:
     own, loop = _held_first(side, layout.q_block, layout.k_block)
-    lines = heaviest_first(lines_of(cells.parts, side, shape.own))
+    lines = heaviest_first(lines_of(cells.array, side, shape.own))
     whole = not lines[:, AHEAD].any() and bool((lines[:, COUNTS] == layout.seq_len).all())
 
     even = loop % shape.loop == 0 and whole and layout.seq_len % loop == 0
@@ -309,24 +306,25 @@ def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[Strid
 
 
 class Cells(NamedTuple):
-    """Hold the cells of one launch, its groups, and the key of its layout in `Layouts`; None without layouts."""
+    """Hold the cells of one launch as an array, its groups, and the key of its layout in `Layouts`; None without."""
 
+    array: np.ndarray
     groups: list[StridedGroup]
-    parts: list[Part]
     listed: int | None = None
 
 
 def cells_of(plan: Plan, side: Side, layouts: Layouts | None) -> list[Cells]:
-    """Return the cells of each launch of a plan (`launched`): one per segment, or with layouts one per block of it."""
+    """Return the cells of each launch of a plan (`launched`): for each head one per segment, or with layouts one per
+    block of it."""
     found = []
     for groups in launched(plan, side, layouts):
-        parts: list[Part]
+        listed = None
         if layouts is None:
-            parts = [(_segment_cells(group, side), _heads(group)) for group in groups]
-            found.append(Cells(groups, parts))
+            cells, group = _segment_cells(groups, side)
         else:
-            parts = [(_block_cells(group, side, layouts[group.listed]), _heads(group)) for group in groups]
-            found.append(Cells(groups, parts, groups[0].listed))
+            listed = groups[0].listed
+            cells, group = _block_cells(groups, side, layouts[listed])
+        found.append(Cells(_for_heads(cells, group, groups), groups, listed))
     return found
 
 
@@ -341,12 +339,12 @@ def _joined(turns: Sequence[Cells], side: Side, shape: Shape) -> list[Cells]:
     launches: list[Cells] = []
     before = 0  # the steps of the turns that are joined in the last launch
     for turn in turns:
-        steps = _steps(turn.parts, shape)
+        steps = _steps(turn.array, shape)
         if launches:
             groups = [*launches[-1].groups, *turn.groups]
-            union = _union_parts(groups, side)
-            if union and _steps(union, shape) <= MAX_EXTRA_STEPS * (before + steps):
-                launches[-1] = Cells(groups, union, None)
+            union = _union(groups, side)
+            if union is not None and _steps(union, shape) <= MAX_EXTRA_STEPS * (before + steps):
+                launches[-1] = Cells(union, groups)
                 before += steps
                 continue
         launches.append(turn)
@@ -354,55 +352,65 @@ def _joined(turns: Sequence[Cells], side: Side, shape: Shape) -> list[Cells]:
     return launches
 
 
-def _steps(parts: Sequence[Part], shape: Shape) -> int:
-    """Return how many loop steps `parts`, cut into tiles of this shape, take over all heads."""
-    steps = 0
-    for cells, heads in parts:
-        tiles = -(-cells[:, ROWS] // shape.own)
-        steps_of_a_tile = (-(-cells[:, COUNTS] // shape.loop)).sum(1)
-        steps += int((tiles * steps_of_a_tile).sum()) * len(heads)
-    return steps
+def _steps(cells: np.ndarray, shape: Shape) -> int:
+    """Return how many loop steps cells take if they are cut into tiles of this shape."""
+    tiles = -(-cells[:, ROWS] // shape.own)
+    steps_of_a_tile = (-(-cells[:, COUNTS] // shape.loop)).sum(1)
+    return int((tiles * steps_of_a_tile).sum())
 
 
 # ---- cells
 
 
-def _segment_cells(group: StridedGroup, side: Side) -> np.ndarray:
-    """Return one cell per segment of a group: the rows that tiles hold, with one span, the rows that they see."""
-    if side == "queries":
-        own, loop = group.queries, group.keys
-        sign = 1
-    else:
-        own, loop = group.keys, group.queries
-        sign = -1  # key i is seen by query j iff -high <= j - i <= -low
-    segment = np.arange(own.segments)
-    cells = np.zeros((own.segments, TILE_FIELDS + SPAN_FIELDS), np.int64)
-    cells[:, START] = own.start + segment * own.segment
-    cells[:, STRIDE] = own.stride
-    cells[:, ROWS] = own.count
-    cells[:, FIRST] = group.first
-    cells[:, PHANTOMS] = group.phantoms
-    cells[:, AHEAD] = group.at[1 if side == "queries" else 0]
-    near, far = UNMASKED[side]
-    if group.high is not None:
-        near = sign * group.high
-    if group.low is not None:
-        far = sign * group.low
-    cells[:, TILE_FIELDS] = loop.start + segment * loop.segment
-    cells[:, TILE_FIELDS + 1 :] = (loop.stride, loop.count, near, far)
-    return cells
+def _segment_cells(groups: Sequence[StridedGroup], side: Side) -> tuple[np.ndarray, np.ndarray]:
+    """Return one cell per segment of each group, for its first head, and the number of the cell's group. A cell has the
+    rows that tiles hold, and one span, the rows that they see."""
+    first = []
+    segments = []
+    steps = []
+    for group in groups:
+        near, far = UNMASKED[side]
+        if side == "queries":
+            own, loop = group.queries, group.keys
+            _, ahead = group.at
+            sign = 1
+        else:
+            own, loop = group.keys, group.queries
+            ahead, _ = group.at
+            sign = -1  # key i is seen by query j iff -high <= j - i <= -low
+        if group.high is not None:
+            near = sign * group.high
+        if group.low is not None:
+            far = sign * group.low
+        tile = (group.head, own.start, own.stride, own.count, group.first, group.phantoms, 0, ahead, 0)
+        first.append((*tile, loop.start, loop.stride, loop.count, near, far))
+        segments.append(own.segments)
+        steps.append((own.segment, loop.segment))
+
+    number, segment = _runs(np.array(segments))
+    cells = np.array(first, np.int64)[number]
+    cells[:, [START, TILE_FIELDS]] += segment[:, None] * np.array(steps)[number]
+    return cells, number
 
 
-def _block_cells(group: StridedGroup, side: Side, layout: BlockLayout) -> np.ndarray:
-    """Return one cell per block of the layout inside each segment of a group. LIST is the block's number, WITHIN the
-    position of the cell's first row in it."""
-    row, column = group.at
-    # With the layout's own bound: no later key if it is causal.
-    high = row - column if layout.is_causal else None
-    cells = _segment_cells(group._replace(low=None, high=high), side)
+def _block_cells(
+    groups: Sequence[StridedGroup], side: Side, layout: BlockLayout
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return one cell per block of the layout inside each segment of each group, for its first head, and the number of
+    the cell's group. LIST is the block's number, WITHIN the position of the cell's first row in it."""
+    bounded = []
+    places = []
+    for group in groups:
+        row, column = group.at
+        # With the layout's own bound: no later key if it is causal.
+        high = row - column if layout.is_causal else None
+        bounded.append(group._replace(low=None, high=high))
+        places.append(row if side == "queries" else column)
+    cells, number = _segment_cells(bounded, side)
     size, _ = _held_first(side, layout.q_block, layout.k_block)
-    ahead, _ = _held_first(side, row, column)
+    ahead = np.array(places)[number]
     cell, block = _runs(-(-(ahead + cells[:, ROWS]) // size) - ahead // size)
+    ahead = ahead[cell]
     block += ahead // size
     begin = np.maximum(block * size - ahead, 0)
     end = (block + 1) * size - ahead
@@ -410,6 +418,15 @@ def _block_cells(group: StridedGroup, side: Side, layout: BlockLayout) -> np.nda
     out[:, LIST] = block
     _advance(out, begin, end - begin, side)
     out[:, WITHIN] = begin + ahead - block * size
+    return out, number[cell]
+
+
+def _for_heads(cells: np.ndarray, number: np.ndarray, groups: Sequence[StridedGroup]) -> np.ndarray:
+    """Return each cell, of the group with this `number`, once for each of the group's heads."""
+    heads = np.array([(group.heads, group.head_stride) for group in groups])[number]
+    cell, head = _runs(heads[:, 0])
+    out = cells[cell]
+    out[:, HEAD] += head * heads[cell, 1]
     return out
 
 
@@ -432,8 +449,8 @@ def _advance(lines: np.ndarray, begin: np.ndarray, size: np.ndarray | int, side:
     lines[:, ROWS] = np.minimum(size, lines[:, ROWS] - begin)
 
 
-def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
-    """Return the cells of one launch that computes all these groups, even if they are of several turns; none if a tile
+def _union(groups: Sequence[StridedGroup], side: Side) -> np.ndarray | None:
+    """Return the cells of one launch that computes all these groups, even if they are of several turns; None if a tile
     would see more than MAX_SPANS spans, or if the least common multiple of the groups' strides exceeds MAX_PERIOD."""
     held: dict[int, list[StridedGroup]] = {}
     for group in groups:
@@ -443,16 +460,19 @@ def _union_parts(groups: Sequence[StridedGroup], side: Side) -> list[Part]:
     for head, its_groups in held.items():
         alike.setdefault(tuple(map(id, its_groups)), []).append(head)
 
-    parts: list[Part] = []
+    parts = []
     for heads in alike.values():
         its_groups = held[heads[0]]
         if math.lcm(*(_sides(group, side)[0].stride for group in its_groups)) > MAX_PERIOD:
-            return []
+            return None
         cells = _union_cells(its_groups, side)
         if cells.shape[1] > TILE_FIELDS + SPAN_FIELDS * MAX_SPANS:
-            return []
-        parts.append((cells, heads))
-    return parts
+            return None
+        part = np.repeat(cells, len(heads), axis=0)
+        part[:, HEAD] = np.tile(heads, len(cells))
+        parts.append(part)
+    columns = max([part.shape[1] for part in parts])
+    return np.concatenate([np.pad(part, ((0, 0), (0, columns - part.shape[1]))) for part in parts])
 
 
 def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
@@ -465,7 +485,7 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
     segments, and these ends cut the tokens into cells.
     """
     period = math.lcm(*(_sides(group, side)[0].stride for group in groups))
-    segments = np.concatenate([_segment_cells(group, side) for group in groups])
+    segments, _ = _segment_cells(groups, side)
     segment, step = _runs(period // segments[:, STRIDE])  # one entry per segment and residue class of its rows
     start = segments[segment, START]
     stride = segments[segment, STRIDE]
@@ -505,23 +525,16 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 # ---- lines
 
 
-def lines_of(parts: Sequence[Part], side: Side, own: int) -> np.ndarray:
-    """Return one line per tile and head: the cells of `parts` cut into tiles of `own` rows. Tiles of one cell and head
-    are neighbours, because their loops read the same rows. In a causal cell the tiles with the most work come first."""
-    blocks = []
-    columns = max([cells.shape[1] for cells, _ in parts])
-    for cells, heads in parts:
-        tiles = -(-cells[:, ROWS] // own)
-        cell, copy = _runs(tiles * len(heads))
-        head, tile = np.divmod(copy, tiles[cell])
-        if side == "queries":
-            tile = tiles[cell] - 1 - tile
-        block = np.zeros((len(cell), columns), np.int64)
-        block[:, : cells.shape[1]] = cells[cell]
-        block[:, HEAD] = np.asarray(heads)[head]
-        _advance(block, tile * own, own, side)
-        blocks.append(block)
-    return np.concatenate(blocks)
+def lines_of(cells: np.ndarray, side: Side, own: int) -> np.ndarray:
+    """Return one line per tile: the cells cut into tiles of `own` rows. Tiles of one cell are neighbours, because their
+    loops read the same rows. In a causal cell the tiles with the most work come first."""
+    tiles = -(-cells[:, ROWS] // own)
+    cell, tile = _runs(tiles)
+    if side == "queries":
+        tile = tiles[cell] - 1 - tile
+    lines = cells[cell]
+    _advance(lines, tile * own, own, side)
+    return lines
 
 
 def heaviest_first(lines: np.ndarray) -> np.ndarray:
