@@ -525,9 +525,13 @@ def _key(
             values = tuple({**options, "q_start": None, "k_start": None}.values())
             keys = -1
     if keys is not None:
-        if not k.dim() == v.dim() == 4 or k.size(1) != v.size(1):
+        if not k.dim() == v.dim() == 4:
             return None  # it will be refused
-        shapes = (q.shape, keys, k.shape[:1], k.shape[2:], v.shape[:1], v.shape[2:])
+        batch, tokens, heads, width = k.shape
+        of_v = (batch, tokens, heads, v.size(3))
+        if v.shape != of_v:
+            return None
+        shapes = (q.shape, keys, batch, heads, width, v.size(3))
     return (
         "call", kind, shown, values, types, *shapes, q.dtype, q.device, q.layout, k.dtype, k.device, k.layout,
         v.dtype, v.device, v.layout,

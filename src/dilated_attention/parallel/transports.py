@@ -88,16 +88,14 @@ class _Schedule(Generic[Steps]):
     """
 
     def __init__(self, link: Link, sharding: Sharding, row_bytes: int, device: torch.device) -> None:
-        seal = seal_rows(row_bytes)
-
-        def tables() -> _Tables[Steps]:
-            local = Local.of(sharding, link.rank, device)
-            return _Tables(local, self.make(sharding, link.rank, seal, device))
-
-        made = plan_cache.get((type(self).__name__, sharding, link.rank, seal, device), tables)
+        made = plan_cache.of(self._tables, sharding, link.rank, seal_rows(row_bytes), device)
         self.link = link
         self.local = made.local
         self.steps = made.steps
+
+    @classmethod
+    def _tables(cls, sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables[Steps]:
+        return _Tables(Local.of(sharding, rank, device), cls.make(sharding, rank, seal, device))
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> Steps:
