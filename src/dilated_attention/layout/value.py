@@ -452,7 +452,7 @@ class BlockLayout:
 
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in self.tables)
+        return sum([table.nbytes for table in self.tables])
 
     @property
     def device(self) -> torch.device:
