@@ -523,6 +523,45 @@ class TestRepeats:
             out = attention(*inputs, Window(5), backend=backend)
         torch.testing.assert_close(torch.autograd.grad(out.square().sum(), inputs), expected)
 
+    @every_pattern
+    @pytest.mark.parametrize("positions", [{}, {"q_start": 0, "k_start": 0}], ids=["whole", "placed"])
+    def test_masks_repeat_one_call(self, pattern, positions, monkeypatch):
+        """Each mask is read as it is now, whatever its strides; its memory outlives the caller's by nothing."""
+        inputs, prepared = tensors(), []
+        entry = BACKENDS["cpu"]
+        noted = replace(entry, prepare=lambda *x: prepared.append(x[0]) or cpu.prepare(*x))
+        monkeypatch.setitem(BACKENDS, "cpu", noted)
+        mask = torch.rand(2, N) < 0.3
+        turned = (torch.rand(N, 2) < 0.3).T
+        for hidden in (mask, ~mask, turned, mask[:1].expand(2, -1), torch.ones_like(mask), torch.zeros_like(mask)):
+            options = {"key_padding_mask": hidden, "return_lse": True, **positions}
+            expected = attention(*inputs, pattern, backend="reference", **options)
+            found = attention(*inputs, pattern, backend="cpu", **options)
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        assert len(prepared) <= 1
+        prepared.clear()
+        held = weakref.ref(mask)
+        del mask, turned, hidden, options
+        assert held() is None
+
+    def test_a_mask_that_is_written_to_before_the_backward(self):
+        inputs = tensors(requires_grad=True)
+        for _ in range(2):
+            mask = torch.rand(2, N) < 0.3
+            out = attention(*inputs, Window(5), key_padding_mask=mask, backend="cpu")
+            mask.logical_not_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+
+    def test_what_a_call_at_a_position_prepares_counts_in_the_cache(self):
+        x = torch.randn(1, 8, 2, 8)
+        k = torch.randn(1, N, 2, 8)
+        call = Call.remembered(x, k, k, LAYOUT, {**calls._DEFAULTS, "q_start": 8, "backend": "cpu"})
+        before = plan_cache.info().bytes
+        plan_cache.grow(call.key, call, 1000)
+        assert plan_cache.info().bytes == before + 1000
+
     def test_instructions_and_threads_are_those_of_now(self, monkeypatch):
         inputs, ran = tensors(), []
         expected = attention(*inputs, Window(3), backend="cpu")

@@ -119,11 +119,12 @@ class PlanCache:
         return value
 
     def grow(self, key: Hashable, value: Any, nbytes: int) -> None:
-        """Add `nbytes` to the size of the entry of `key`, if it still holds this value."""
+        """Add `nbytes` to the size of the entry of `key`, if it still holds this value, or one with the same
+        `repeats`: a call at other positions or with a mask shares them with the call that is kept."""
         with self._lock:
             found, size = self._entries.get(key, (None, 0))
-            if found is value:
-                self._entries[key] = value, size + nbytes
+            if found is not None and found.repeats is value.repeats:
+                self._entries[key] = found, size + nbytes
                 self._bytes += nbytes
                 self._evict()
 

@@ -286,6 +286,8 @@ class Call:
                 "cu_seqlens are the edges of samples in q and in k, which then have equally many tokens; got "
                 f"{q.shape[1]} and {k.shape[1]}: make one call per sample"
             )
+        if lengths is None and cu_seqlens is None:
+            return self.but(key_padding_mask=hidden, repeats=self.repeats, key=self.key)
         return self.but(lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=hidden)
 
     def but(self, **fields: Any) -> Call:

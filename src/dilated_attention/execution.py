@@ -107,7 +107,7 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         call.repeats[kind] = prepared
         plan_cache.grow(call.key, call, nbytes)
     run = call.repeats[kind]
-    return None if run is None else run(q, k, v, call.starts)
+    return None if run is None else run(q, k, v, call.starts, call.key_padding_mask)
 
 
 def backward(

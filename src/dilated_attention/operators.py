@@ -66,7 +66,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
-    if call.repeats is not None and not in_forward_mode() and _differentiated(q, k, v):
+    repeats = call.repeats is not None and call.key_padding_mask is None  # a mask may be written to before the backward
+    if repeats and not in_forward_mode() and _differentiated(q, k, v):
         return _Repeated.apply(q, k, v, call)
     eager = not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)  # else recorded in a graph
     inputs = (q, k, v) if call.bias is None else (q, k, v, call.bias)

@@ -187,8 +187,8 @@ def forward(
 
 
 def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, int] | None:
-    """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
-    bytes of the tables that it keeps; None if these exceed `MOST_PREPARED`."""
+    """Return a function that repeats `forward` on tensors like these, with dense rows and no dropout, and the bytes of
+    the tables that it keeps; None if these exceed `MOST_PREPARED`."""
     found = launches(problem, q, "queries", forward=True)
     nbytes = sum([x.table.lines.nbytes + x.jobs.nbytes for x in found])
     if nbytes > MOST_PREPARED or not found:
@@ -208,7 +208,9 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     per_key = arguments.work / max(1, k.shape[1])
     lines_at = {(group.at, k.shape[1]): found[0].table.lines}  # at the latest place, which a model's layers share
 
-    def repeat(q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    def repeat(
+        q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int], hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         if PROCESSOR.set_of(q.dtype) != instructions:
             return None
         keys = k.shape[1]
@@ -221,9 +223,13 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
                 lines_at.clear()
                 lines_at[starts, keys] = lines
 
+        if hidden is not None:
+            hidden = hidden.contiguous()
         out, lse = running(q, covered)
         for settled, *_ in calls:
             call = _Call.from_buffer_copy(settled)
+            if hidden is not None:
+                call.hidden = hidden.data_ptr()
             if lines is not None:
                 call.lines = lines.data_ptr()
                 call.M = keys

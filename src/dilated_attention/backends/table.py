@@ -32,8 +32,7 @@ class Backend:
         on_request: returns why `auto` does not choose it for a call that it could serve; None if `auto` may.
         forward, backward: compute a `Problem`; the arguments are those of `native`.
         prepare: returns a function that repeats a forward for tensors like the given ones, whose rows are dense, with
-            little work for the host, and the bytes that it keeps; None if there is none. The problem has no mask and no
-            dropout.
+            little work for the host, and the bytes that it keeps; None if there is none. The problem has no dropout.
         any_strides: what it prepared serves all tensors with dense rows.
         attend: replaces these two by a function that autograd differentiates. It has the arguments and results of
             `reference_attention`.

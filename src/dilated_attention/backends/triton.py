@@ -163,7 +163,9 @@ def forward(
 
 def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, int] | None:
     """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
-    bytes of the device tables that it keeps; None if these exceed `MOST_PREPARED`."""
+    bytes of the device tables that it keeps; None if these exceed `MOST_PREPARED`, or if there is a mask."""
+    if problem.hidden is not None:
+        return None
     launches = _launches("forward", problem, q)
     if launches.nbytes > MOST_PREPARED:
         return None
@@ -175,7 +177,9 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     in_lists = {group.at for group in problem.plan.groups if group.tokens}
     keys = k.shape[1]
 
-    def repeat(q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    def repeat(
+        q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int], _: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         if in_lists and (in_lists != {starts} or k.shape[1] != keys):
             return None
         if (q.is_cuda and not on_default_stream(q)) or (single and _precision(q.dtype) != precision):
