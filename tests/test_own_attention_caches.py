@@ -150,6 +150,7 @@ def test_one_token_without_padding(family, least, monkeypatch):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # renamed in transformers 5.24
 def test_a_cache_goes_on_with_a_second_prompt():
     """A conversation: the cache of the first answer is continued, and a copy of it by other words."""
     tokens, mask = _prompt(1)
