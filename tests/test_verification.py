@@ -18,7 +18,7 @@ ONE = replace(verification.kinds(50)[0], batch=1)
 
 
 def test_calls_of_each_kind():
-    assert len(verification.kinds()) == 15
+    assert len(verification.kinds()) == 19
 
 
 def test_this_machine_is_right(capsys, monkeypatch):

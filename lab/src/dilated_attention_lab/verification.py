@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from dilated_attention import BackendError, BlockLayout, Dilated, Window, attention, dilated_attention
+from dilated_attention.bias import Alibi, QueryBias, RelativeBias
 from dilated_attention.plumbing import Facts, table
 
 BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""The relative error, in norm, that rounding may cause in out, lse, dq, dk and dv."""
+"""The relative error, in norm, that rounding may cause in out, lse, dq, dk, dv and the gradient of a bias."""
 ROW = 15
 """The factor by which the relative error of one row may exceed the bar. The largest measured is 5, at 200 and 777
 tokens, in dk of scores far below zero."""
@@ -35,6 +36,7 @@ class Check:
         views: whether q, k and v are parts of one tensor whose rows start one element off and have gaps.
         apart: a number added to q and subtracted from k, so that scores lie far below zero.
         head_dims, dtypes: the values to run the call with.
+        bias: a function that makes a bias from a random tensor of shape `entries`; None: no bias.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Check:
     of_lse: bool = True
     views: bool = False
     apart: float = 0.0
+    bias: Callable[[Tensor], Any] | None = None
+    entries: tuple[int, ...] = ()
 
     def inputs(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return random q `(batch, seq, heads, head_dim)`, and k and v with `kv_heads` heads. The seed is fixed."""
@@ -59,13 +63,19 @@ class Check:
         return (q + self.apart, k - self.apart, v) if self.apart else (q, k, v)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> dict[str, Tensor]:
-        """Run forward and backward; return out, lse, dq, dk and dv by name."""
+        """Run forward and backward; return out, lse and the gradients of q, k, v and a bias's tensor by name."""
         pattern = self.pattern(self.seq_len)
         options: dict[str, Any] = {
             key: x.to(q.device) if isinstance(x, Tensor) else x for key, x in self.options.items()
         }
         torch.manual_seed(0)  # of dropout
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        leaves = [q, k, v]
+        if self.bias is not None:
+            generator = torch.Generator(q.device).manual_seed(0)
+            entries = torch.rand(self.entries, generator=generator, device=q.device).requires_grad_()
+            leaves.append(entries)
+            options["bias"] = self.bias(entries)
         if "compat" in options:
             branches = pattern.segment_lengths, pattern.dilation_rates
             out, lse = dilated_attention(
@@ -75,8 +85,9 @@ class Check:
             out, lse = attention(q, k, v, pattern, return_lse=True, backend=backend, **options)
         wave = [torch.arange(x.numel(), device=x.device).view_as(x).cos().to(x.dtype) for x in (out, lse)]
         number = 2 if self.of_lse else 1
-        gradients = torch.autograd.grad((out, lse)[:number], (q, k, v), wave[:number])
-        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+        gradients = torch.autograd.grad((out, lse)[:number], leaves, wave[:number])
+        names = ("out", "lse", "dq", "dk", "dv", "dbias")[: 2 + len(leaves)]
+        return dict(zip(names, (out, lse, *gradients), strict=True))
 
     def errors(self, backend: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> dict[str, float]:
         """Return the relative error of each result of `run`, against the definition on the same numbers.
@@ -164,6 +175,11 @@ def checks(seq_len: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Check]:
         Check("a window to both sides", seq_len, lambda n: Window(n // 7, n // 3, leading=5)),
         Check("strided window", seq_len, lambda n: Window(9, 4, rate=3) + Dilated((n // 3,), (2,))),
         Check("capped scores", seq_len, branches, {"is_causal": True, "softcap": 0.7}),
+        Check("a slope per head", seq_len, branches, {"is_causal": True}, bias=Alibi, entries=(4,)),
+        Check("a table of differences", seq_len, branches, bias=RelativeBias, entries=(4, 41)),
+        Check("a bias of each query", seq_len, lambda n: Window(n // 5), {"is_causal": True}, bias=QueryBias,
+              entries=(1, seq_len, 4, 20)),
+        Check("a bias of each pair", seq_len, branches, bias=lambda pairs: pairs, entries=(1, 4, seq_len, seq_len)),
         Check("blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, 64)),
         Check("blocks of each head", seq_len, lambda n: _layout_of_heads(n, 4)),
         Check("causal blocks", seq_len, lambda n: BlockLayout.random(n, 0.4, 0, (64, 32)), {"is_causal": True}),
