@@ -495,6 +495,26 @@ def test_fixed_tensors_get_no_gradient(form: str, backend: str):
             torch.testing.assert_close(actual, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", served(torch.float32))
+def test_coordinates_of_any_type(backend: str, dtype: torch.dtype):
+    """Differences neither wrap round nor lose digits, however far from 0 the coordinates lie."""
+    q, k, v = tensors()
+    grid = torch.randint(0, 100, (1, 12, 2), generator=torch.Generator().manual_seed(0))
+    moved = grid.to(dtype)
+    if dtype.itemsize == 8:
+        moved += 2**40
+    make = [(lambda x: Alibi(slopes, x)), (lambda x: RelativeBias(table, None, x))]
+    slopes = torch.rand(2, generator=torch.Generator().manual_seed(1)) / 50
+    table = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(2))
+    if dtype.is_floating_point or backend == "cpu":
+        del make[1]  # tables take integers, and the cpu backend takes none
+    for form in make:
+        expected = attention(q, k, v, Window(4, 4), bias=form(grid), backend="reference")
+        found = attention(q, k, v, Window(4, 4), bias=form(moved), backend=backend)
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("form", [x for x in FORMS if x != "plane"])
 def test_empty_calls(form: str):
     """A batch without samples, and a sample without tokens."""

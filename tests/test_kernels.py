@@ -693,6 +693,10 @@ class TestBiases:
         pattern = Neighborhood((3, 4), (3, 2), leading=1)
         test_biases.check_neighborhood(pattern, name, torch.float32, "triton")
 
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64], ids=str)
+    def test_coordinates_of_any_type(self, dtype):
+        test_biases.test_coordinates_of_any_type("triton", dtype)
+
     def test_minus_infinity_hides_a_pair(self):
         test_biases.test_minus_infinity_hides_a_pair("triton")
 

@@ -378,6 +378,9 @@ class Added(NamedTuple):
             wide = torch.promote_types(keys.dtype, dtype)
             queries = queries.to(wide)
             keys = keys.to(wide)
+        else:
+            queries = queries.long()  # narrower integers would wrap round
+            keys = keys.long()
         difference = keys[:, :, None] - queries[:, :, :, None]
         if name in DISTANCES:
             return None, _distance(difference, name).to(dtype).neg_()
