@@ -363,6 +363,21 @@ def test_minus_infinity_hides_a_pair(backend: str):
 
 
 @pytest.mark.parametrize("backend", served(torch.float32))
+def test_a_bias_of_hidden_pairs_reaches_nothing(backend: str):
+    """Also where it is no number: a tensor may be unwritten above the diagonal."""
+    results = []
+    for number in (0.0, torch.nan):
+        q, k, v = tensors()
+        bias = torch.rand(1, 1, 12, 12, generator=torch.Generator().manual_seed(1))
+        bias[:, :, torch.ones(12, 12, dtype=torch.bool).triu(1)] = number
+        bias.requires_grad_()
+        out = attention(q, k, v, Dilated([12], [1]), is_causal=True, bias=bias, backend=backend)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v, bias))))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("backend", served(torch.float32))
 def test_hidden_numbers_that_are_not_finite_reach_nothing(backend: str):
     """The gradient of a bias is added once, also where products are made again without such numbers."""
     bias = torch.rand(2, 7, generator=torch.Generator().manual_seed(1)).requires_grad_()

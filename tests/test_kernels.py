@@ -697,10 +697,13 @@ class TestBiases:
     def test_coordinates_of_any_type(self, dtype):
         test_biases.test_coordinates_of_any_type("triton", dtype)
 
+    def test_a_bias_of_hidden_pairs_reaches_nothing(self):
+        test_biases.test_a_bias_of_hidden_pairs_reaches_nothing("triton")
+
     def test_minus_infinity_hides_a_pair(self):
         test_biases.test_minus_infinity_hides_a_pair("triton")
 
-    def test_hidden_numbers_that_are_not_finite(self):
+    def test_hidden_numbers_that_are_not_finite_reach_nothing(self):
         test_biases.test_hidden_numbers_that_are_not_finite_reach_nothing("triton")
 
 

@@ -132,6 +132,7 @@ _SM_80 = Architecture({
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
 }, biased={
     ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
+    ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(16, 16, 4, 1)),
 })  # fmt: skip
 
 # 8.6, 8.9 and 12.0 have 99 KB of shared memory per program; 8.0 has 163.
@@ -139,7 +140,7 @@ _SM_86 = Architecture(_SM_80.shapes | {
     ("forward", 2): (Shape(128, 64, 4, 3), Shape(128, 64, 8, 3), Shape(64, 32, 8, 2)),
     ("dq", 2): (Shape(64, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 32, 8, 1)),
     ("dkdv", 2): (Shape(128, 32, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
-}, biased={
+}, biased=_SM_80.biased | {
     ("dq", 2): (Shape(64, 64, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
 })  # fmt: skip
 
@@ -155,7 +156,7 @@ _SM_90 = Architecture(_SM_80.shapes | {
     (True, False): {("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 128, 8, 5), Shape(64, 64, 8, 2))},
     (True, True): {("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 64, 8, 5), Shape(64, 64, 8, 2))},
     (False, True): {("forward", 2): (Shape(128, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 64, 8, 2))},
-}, biased={
+}, biased=_SM_80.biased | {
     ("dq", 2): (Shape(64, 64, 8, 3), Shape(64, 64, 4, 2), Shape(64, 32, 8, 2)),
 })  # fmt: skip
 
@@ -165,7 +166,7 @@ _SM_100 = Architecture(_SM_90.shapes | {
     ("dkdv", 2): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 32, 8, 2)),
 }, bits={
     ("dq", 2): (Shape(128, 64, 8, 3), Shape(128, 32, 8, 2), Shape(64, 32, 8, 1)),
-}, biased={
+}, biased=_SM_80.biased | {
     ("dq", 2): (Shape(128, 64, 8, 3), Shape(128, 32, 8, 2), Shape(32, 32, 8, 1)),
 })  # fmt: skip
 
@@ -175,6 +176,8 @@ _GFX942 = Architecture(_SM_80.shapes | {
     ("dq", 2): (Shape(128, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 1)),
     ("dkdv", 2): (Shape(128, 32, 4, 2), Shape(64, 64, 4, 1), Shape(32, 32, 4, 1)),
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 4, 1), Shape(32, 16, 4, 1)),
+}, biased={
+    ("dq", 4): (Shape(64, 32, 8, 2), Shape(32, 16, 4, 2), Shape(32, 16, 4, 1)),
 })  # fmt: skip
 
 # A step of the interpreter takes 10 to 50 ms whatever its size.

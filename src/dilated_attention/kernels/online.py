@@ -206,8 +206,8 @@ def attend_dq(q, k, v, do, lse, delta, dq, scale, softcap, bias, visible, keep, 
     """
     t, scale = scores(q, k, scale, softcap, PRECISION)
     s = t * scale - lse[:, None]
-    if bias is not None:
-        s += bias
+    if bias is not None:  # a row that is not there may have read one that is not finite
+        s = tl.where(lse[:, None] == INF, -INF, s + bias)
     if MASKED:
         s = tl.where(visible, s, -INF)
     p = tl.exp2(s)
@@ -231,8 +231,8 @@ def attend_dkdv(q, k, v, do, lse, delta, dk, dv, scale, softcap, bias, visible, 
     """
     t, scale = scores(k, q, scale, softcap, PRECISION)
     s = t * scale - lse[None, :]
-    if bias is not None:
-        s += bias
+    if bias is not None:  # a row that is not there may have read one that is not finite
+        s = tl.where(lse[None, :] == INF, -INF, s + bias)
     if MASKED:
         s = tl.where(visible, s, -INF)
     p = tl.exp2(s)

@@ -246,7 +246,7 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BITS, SPLIT, H
                 AXES: tl.constexpr):  # fmt: skip
     """Compute dq, contiguous, with the tiles, the loop and the arguments of `forward`.
 
-    STATS holds lse · log2(e) and delta of each row (`online.backward_stats`).
+    STATS holds lse · log2(e) and delta of each row (`online.backward_stats`). The gradient of a bias is added to SUMS.
     """
     T, b, h, g = read_tile(TILES, B, G, SPANS)
     n = h * G + g
