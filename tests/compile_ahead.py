@@ -147,7 +147,10 @@ class Report(Variant):
         return [fault for fault, found in checks.items() if found]
 
 
-SOME_CALLS = {"fp32": ("even", "causal", "causal blocks", "dropout"), "tf32": ("even", "causal")}
+SOME_CALLS = {
+    "fp32": ("even", "causal", "causal blocks", "dropout", "a slope", "logits by query"),
+    "tf32": ("even", "causal"),
+}
 """The calls that single precision is compiled for: the plainest, and those that take most registers."""
 SOME_HEAD_DIMS = (64, 128, 256)
 """The head_dims that calls with a bias are compiled for: the greatest of each class of shapes."""

@@ -132,7 +132,7 @@ _SM_80 = Architecture({
     ("dkdv", 4): (Shape(64, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 16, 8, 1)),
 }, biased={
     ("dq", 2): (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(32, 32, 8, 1)),
-    ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(16, 16, 4, 1)),
+    ("dq", 4): (Shape(64, 32, 8, 2), Shape(64, 16, 8, 2), Shape(16, 16, 8, 1)),
 })  # fmt: skip
 
 # 8.6, 8.9 and 12.0 have 99 KB of shared memory per program; 8.0 has 163.
@@ -157,7 +157,7 @@ _SM_90 = Architecture(_SM_80.shapes | {
     (True, True): {("forward", 2): (Shape(128, 64, 4, 5), Shape(128, 64, 8, 5), Shape(64, 64, 8, 2))},
     (False, True): {("forward", 2): (Shape(128, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 64, 8, 2))},
 }, biased=_SM_80.biased | {
-    ("dq", 2): (Shape(64, 64, 8, 3), Shape(64, 64, 4, 2), Shape(64, 32, 8, 2)),
+    ("dq", 2): (Shape(64, 128, 8, 3), Shape(64, 64, 4, 2), Shape(64, 32, 8, 2)),
 })  # fmt: skip
 
 _SM_100 = Architecture(_SM_90.shapes | {
