@@ -480,6 +480,9 @@ class Call:
 TENSORS = ("sinks", "lengths", "cu_seqlens", "key_padding_mask")
 """The options whose values are tensors, apart from a bias, whose form decides what serves it."""
 
+_READ_LATER: frozenset[Any] = frozenset(
+    (Tensor, torch.nn.Parameter, list, tuple)
+)  # not other tensors, which may be less
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _COMPARED_BY_VALUE = frozenset((Dilated, Window))
 
@@ -500,7 +503,7 @@ def _key(
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
     if not _PLAIN.issuperset(types):
-        given = {name: "given" for name in TENSORS if options[name] is not None}  # type: ignore[literal-required]
+        given = {name: "given" for name in TENSORS if type(options[name]) in _READ_LATER}  # type: ignore[literal-required]
         options = {**options, **given}  # type: ignore[typeddict-item]
         values = tuple(options.values())
         types = tuple(map(type, values))
