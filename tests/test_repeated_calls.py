@@ -545,6 +545,21 @@ class TestRepeats:
         del mask, turned, hidden, options
         assert held() is None
 
+    @pytest.mark.parametrize("masked", [False, True])
+    @pytest.mark.parametrize("pattern", [PATTERNS["dilated"], PATTERNS["window"], PATTERNS["sum"], LAYOUT], ids=str)
+    def test_lengths_repeat_one_call(self, pattern, masked):
+        inputs = tensors()
+        mask = (torch.rand(2, N) < 0.3) if masked else None
+        for lengths in ([9, N], [N, 0], torch.tensor([1, 17], dtype=torch.int32), torch.tensor([[5, 0], [8, 0]])[:, 0]):
+            options = {"lengths": lengths, "key_padding_mask": mask, "return_lse": True}
+            expected = attention(*inputs, pattern, backend="reference", **options)
+            found = attention(*inputs, pattern, backend="cpu", **options)
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        for wrong in ([9, N + 1], [-1, 3]):
+            with pytest.raises(ValueError, match=r"lengths must lie in \[0, 32\]"):
+                attention(*inputs, pattern, backend="cpu", lengths=wrong)
+
     def test_a_mask_that_is_written_to_before_the_backward(self):
         inputs = tensors(requires_grad=True)
         for _ in range(2):

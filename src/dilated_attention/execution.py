@@ -91,6 +91,10 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     """Return out and lse of a `remembered` call as its backend repeats it; None if it does not."""
     assert call.repeats is not None
     backend = call.backend
+    lengths = None
+    if call.lengths is not None:
+        call.samples(q.shape[1])  # checks the lengths
+        lengths = _lengths(call)
     dense = q.stride(3) == k.stride(3) == v.stride(3) == 1
     kind: Hashable = dense
     if not backend.any_strides:
@@ -103,11 +107,12 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         factor, scores = call.scores.split()
         prepared, nbytes = None, 0
         if dense and factor == 1 and scores.dropout_p == 0 and v.size(3) == q.size(3):
-            prepared, nbytes = backend.prepare(_problem(call, q, k), q, k, v) or (None, 0)
+            problem = replace(_problem(call, q, k), lengths=lengths)
+            prepared, nbytes = backend.prepare(problem, q, k, v) or (None, 0)
         call.repeats[kind] = prepared
         plan_cache.grow(call.key, call, nbytes)
     run = call.repeats[kind]
-    return None if run is None else run(q, k, v, call.starts, call.key_padding_mask)
+    return None if run is None else run(q, k, v, call.starts, call.key_padding_mask, lengths)
 
 
 def backward(
@@ -147,14 +152,17 @@ def _whole(call: Call, q: Tensor, k: Tensor) -> tuple[Problem, bool] | None:
         return _problem(call, q, k), False
     slices = call.samples(q.shape[1])
     backend = call.backend
-    if backend.skips_rows and call.lengths is not None and not call.layouts and call.branches.compat is None:
-        # All samples share the plan of the longest: a shorter one sees what the longest would, up to its end. With
-        # `compat` it would not, because keys are added at the end of a sample.
-        lengths = call.lengths.to("cpu", torch.int64).contiguous()
-        return replace(_problem(call, q, k), lengths=lengths), False
+    if call.lengths is not None and call.shares_plan:
+        return replace(_problem(call, q, k), lengths=_lengths(call)), False
     if backend.packs_samples and not call.layouts:
         return _packed_problem(call, q, k, slices), True
     return None
+
+
+def _lengths(call: Call) -> Tensor:
+    """Return the lengths of a call's samples as `Problem.lengths`."""
+    assert call.lengths is not None
+    return call.lengths.to("cpu", torch.int64).contiguous()
 
 
 def _each(call: Call, q: Tensor, k: Tensor) -> Iterator[tuple[Problem, tuple[slice, slice]]]:

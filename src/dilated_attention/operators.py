@@ -66,7 +66,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
-    repeats = call.repeats is not None and call.key_padding_mask is None  # a mask may be written to before the backward
+    # A mask, or lengths, may be written to before the backward: the operator saves them.
+    repeats = call.repeats is not None and call.key_padding_mask is None and call.lengths is None
     if repeats and not in_forward_mode() and _differentiated(q, k, v):
         return _Repeated.apply(q, k, v, call)
     eager = not (torch.compiler.is_compiling() or in_torch_func() or q.is_meta)  # else recorded in a graph

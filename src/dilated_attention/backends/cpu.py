@@ -209,7 +209,7 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     lines_at = {(group.at, k.shape[1]): found[0].table.lines}  # at the latest place, which a model's layers share
 
     def repeat(
-        q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int], hidden: Tensor | None
+        q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int], hidden: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         if PROCESSOR.set_of(q.dtype) != instructions:
             return None
@@ -230,6 +230,8 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
             call = _Call.from_buffer_copy(settled)
             if hidden is not None:
                 call.hidden = hidden.data_ptr()
+            if lengths is not None:
+                call.lengths = lengths.data_ptr()
             if lines is not None:
                 call.lines = lines.data_ptr()
                 call.M = keys

@@ -178,7 +178,7 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     keys = k.shape[1]
 
     def repeat(
-        q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int], _: Tensor | None
+        q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int], *_: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         if in_lists and (in_lists != {starts} or k.shape[1] != keys):
             return None
