@@ -486,9 +486,7 @@ class Call:
 TENSORS = ("sinks", "lengths", "cu_seqlens", "key_padding_mask")
 """The options whose values are tensors, apart from a bias, whose form decides what serves it."""
 
-_READ_LATER: frozenset[Any] = frozenset(
-    (Tensor, torch.nn.Parameter, list, tuple)
-)  # not other tensors, which may be less
+_READ_LATER: frozenset[Any] = frozenset((Tensor, torch.nn.Parameter, list, tuple))  # other tensors may be less
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _COMPARED_BY_VALUE = frozenset((Dilated, Window))
 
@@ -536,11 +534,10 @@ def _key(
             values = tuple({**options, "q_start": None, "k_start": None}.values())
             keys = -1
     if keys is not None:
-        if not k.dim() == v.dim() == 4:
+        if k.dim() != 4 or v.dim() != 4:
             return None  # it will be refused
         batch, tokens, heads, width = k.shape
-        of_v = (batch, tokens, heads, v.size(3))
-        if v.shape != of_v:
+        if v.shape != (batch, tokens, heads, v.size(3)):
             return None
         shapes = (q.shape, keys, batch, heads, width, v.size(3))
     return (
@@ -642,16 +639,11 @@ def near_keys(
     generation makes the same call.
     """
     as_given = pattern.leading > 0 or options["bias"] is not None or options["cu_seqlens"] is not None
-    if as_given or options["dropout_p"] != 0 or options["mesh"] is not None:
+    as_given |= options["dropout_p"] != 0 or options["mesh"] is not None
+    if as_given or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None, options
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return None, options
-    if (
-        not (isinstance(q, Tensor) and isinstance(k, Tensor))
-        or q.is_nested
-        or k.is_nested
-        or not q.dim() == k.dim() == 4
-    ):
+    dense = isinstance(q, Tensor) and isinstance(k, Tensor) and not (q.is_nested or k.is_nested)
+    if not dense or q.dim() != 4 or k.dim() != 4:
         return None, options
     first_query, first_key = starts_of(options)
     after = 0 if options["is_causal"] else pattern.after

@@ -371,11 +371,13 @@ def _segment_cells(groups: Sequence[StridedGroup], side: Side) -> tuple[np.ndarr
     for group in groups:
         near, far = UNMASKED[side]
         if side == "queries":
-            own, loop = group.queries, group.keys
+            own = group.queries
+            loop = group.keys
             _, ahead = group.at
             sign = 1
         else:
-            own, loop = group.keys, group.queries
+            own = group.keys
+            loop = group.queries
             ahead, _ = group.at
             sign = -1  # key i is seen by query j iff -high <= j - i <= -low
         if group.high is not None:
