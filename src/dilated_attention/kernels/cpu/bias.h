@@ -277,7 +277,7 @@ class Bias {
       for (int i = 0; i < WIDTH; i++) {
         const int lane = first + x + i < count ? first + x + i : first;
         from[i] = entry + token[lane] * call.bias_row + call.first_column;
-        // The next chunk begins in the line that this one ends with, so that the first line needs no prefetch.
+        // The next chunk's entries, but for the line where it meets this chunk, which reads that one.
         prefetch(from[i] + chunk.token[chunk.count - 1] + LINE, CHUNK);
       }
       int j = 0;

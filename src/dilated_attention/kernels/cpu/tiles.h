@@ -302,15 +302,15 @@ struct Task {
   int64_t b, g;
 };
 
-// Which job, sample and query head (or group of them) is number `work`. The samples come one after another: heads of a
-// token share pages of memory, and tiles of a head the rows that a thread keeps.
+// The job, the sample and the query head (or group of heads) of one piece of work. Samples come one after another,
+// because the heads of a token share pages of memory, and the tiles of a head share the rows that a thread keeps.
 struct Work {
   int64_t job, b, head;
 
-  Work(const Call &call, int64_t work, int64_t query_heads)
-      : job(work / query_heads % call.job_count),
-        b(work / query_heads / call.job_count),
-        head(work % query_heads) {}
+  Work(const Call &call, int64_t number, int64_t query_heads)
+      : job(number / query_heads % call.job_count),
+        b(number / query_heads / call.job_count),
+        head(number % query_heads) {}
 };
 
 // body(task, next) for the tiles of a job. `next` is what the thread will probably compute then: a tile of the same job,
