@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilated_attention import UnsupportedError
 from dilated_attention.integrations import huggingface, own_attention, relative_biases
@@ -81,9 +81,9 @@ def handed_on(monkeypatch) -> list[tuple[int, ...]]:
     """Return the shapes of each position_bias that attention functions get in this test."""
     shapes = []
 
-    def noted(position_bias: Tensor, q: Tensor, k: Tensor) -> Any:
+    def noted(module: nn.Module, position_bias: Tensor, q: Tensor, k: Tensor) -> Any:
         shapes.append((*position_bias.shape[2:], q.shape[1], k.shape[1]))
-        return relative_biases.bias_of(position_bias, q, k)
+        return relative_biases.bias_of(module, position_bias, q, k)
 
     monkeypatch.setattr(huggingface, "bias_of", noted)
     return shapes
@@ -124,9 +124,20 @@ def test_a_mask_over_pairs_with_a_cache_is_refused():
     q = torch.randn(1, 3, 4, 8)
     k = torch.randn(1, 9, 4, 8)
     shown = own_attention.Shown(False, pairs=lambda: None, q_start=6, queries=3, keys=9)
-    bias = relative_biases.bias_of(torch.randn(1, 4, 1, 17), q, k)
+    bias = relative_biases.bias_of(
+        built("T5", "dilated_attention").encoder.block[0].layer[0].SelfAttention, torch.randn(1, 4, 1, 17), q, k
+    )
     with pytest.raises(UnsupportedError, match=r"position_bias with a mask over pairs and a cache: .*sdpa"):
         own_attention.attend(shown, q, k, k, bias=bias)
+
+
+def test_a_bias_of_another_model_is_of_pairs():
+    """Whatever its size: one number for all keys is no logit for the nearest one."""
+    q = torch.randn(1, 3, 4, 8)
+    k = torch.randn(1, 9, 4, 8)
+    assert relative_biases.bias_of(nn.Linear(1, 1), torch.randn(1, 4, 3, 1), q, k).shape == (1, 4, 3, 9)
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        relative_biases.bias_of(nn.Linear(1, 1), torch.randn(1, 4, 1, 17), q, k)
 
 
 def test_logits_for_the_keys_before_a_query(handed_on):

@@ -675,7 +675,7 @@ def attention_forward(
     _refuse_arguments(module, own, kwargs if own else {**kwargs, "softcap": softcap})
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     given: dict[str, Any] = {"scale": scaling, "sinks": s_aux, "dropout_p": dropout}
-    bias = bias_of(position_bias, q, k)
+    bias = bias_of(module, position_bias, q, k)
     if bias is not None:
         given["bias"] = bias
     if own:

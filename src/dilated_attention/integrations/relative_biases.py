@@ -1,8 +1,8 @@
 """Keep the position_bias of transformers models from growing to a tensor over pairs.
 
 T5's family makes it from a table by the difference of positions, Inkling from logits that a query has for the keys
-before it. `serve` makes their modules return the table or the logits, which the layers hand on like the whole. The last
-dimension of what the attention function gets then says what it is (`bias_of`):
+before it. `serve` makes their modules return the table or the logits, which the layers hand on like the whole. In their
+attention the last dimension then says what it is (`bias_of`):
 
     as many as keys     `(batch or 1, heads or 1, 1 or queries, keys)`: of pairs
     more                `(1, heads, 1, 2 * extent + 1)`: of the differences j - i from -extent to extent
@@ -62,8 +62,11 @@ def _by_distance(layer: Any, states: Tensor, queries: Tensor, keys: Tensor) -> T
     return (states @ relative.proj).transpose(1, 2)
 
 
-def bias_of(position_bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | RelativeBias | QueryBias | None:
-    """Return a layer's position_bias as `attention` takes it; None if it is zero, as in T5's cross-attention.
+def bias_of(
+    module: nn.Module, position_bias: Tensor | None, q: Tensor, k: Tensor
+) -> Tensor | RelativeBias | QueryBias | None:
+    """Return the position_bias of a layer, `module`, as `attention` takes it; None if it is zero, as in T5's
+    cross-attention.
 
     q, k: `(batch, queries or keys, heads, head_dim)`.
     """
@@ -73,8 +76,8 @@ def bias_of(position_bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | Rela
     if readable and not position_bias.requires_grad and not position_bias.any():
         return None
     width = position_bias.shape[3]
-    if width > k.shape[1]:
+    if "compute_bias" in module.__dict__ and width > k.shape[1]:
         return RelativeBias(position_bias[0, :, 0])
-    if width < k.shape[1]:
+    if hasattr(module, "rel_logits_proj") and width < k.shape[1]:
         return QueryBias(position_bias.transpose(1, 2))
     return position_bias.expand(*position_bias.shape[:2], q.shape[1], k.shape[1])
