@@ -186,8 +186,7 @@ class _Part(NamedTuple):
             near, options = near_keys(q, k, pattern, options)
         call = Call.remembered(q, k, v, pattern, options, near, alone=alone)
         if near is not None and call.key_padding_mask is not None:
-            hidden = call.key_padding_mask[:, near]
-            call = call.but(key_padding_mask=hidden, repeats=call.repeats, key=call.key)
+            call = call.alike(key_padding_mask=call.key_padding_mask[:, near])
         return cls(call, None, near)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
