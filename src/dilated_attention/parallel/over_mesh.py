@@ -1,15 +1,15 @@
 """Run a call over a mesh: each rank computes its own rows.
 
-Forward merges the parts that a transport yields into a running (out, lse). Backward runs the same parts with the merged
+Forward merges the parts that a transport brings into a running (out, lse). Backward runs the same parts with the merged
 out and lse, which gives the exact gradient of the whole (see `merge`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,6 @@ from dilated_attention.plan import EVERY, WHOLE, Branches, Plan, StridedGroup, r
 from dilated_attention.torch_internals import group_named
 
 Transport = transports.Exchange | transports.Doubling | transports.Ring
-State = tuple[Tensor, Tensor]
-Result = TypeVar("Result")
 
 _TRANSPORTS: dict[str, type[Transport]] = {
     "exchange": transports.Exchange,
@@ -188,29 +186,20 @@ def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tupl
     return plan, link, link.agree(plan.text, problem, q.device, wanted)
 
 
-def _drive(schedule: Generator[parts.Part, Any, Result], compute: Callable[[parts.Part], Any]) -> Result:
-    """Run a schedule: compute each part that it yields, and send the result back into it. Return what it returns."""
-    answer = None
-    while True:
-        try:
-            part = schedule.send(answer)
-        except StopIteration as done:
-            return done.value
-        answer = compute(part)
-
-
 class _Compute:
     """Compute the parts of one call on a backend and add them to the running results.
 
     `hidden` is the `key_padding_mask` of the whole sequence, `(batch, seq)`, True for hidden keys; None without a mask.
     `seed` is the seed of dropout that the ranks agree on; None without dropout.
     `bias` is the bias with the coordinates of the whole sequence; `source` is what pairs read of it, as in `Problem`.
+    `state` is the running (out, lse) of the parts that `forward` has computed; None before the first.
     """
 
     def __init__(self, call: Call, plan: _Plan, link: Link, q: Tensor, k: Tensor, source: biases.Source | None) -> None:
         self.call = call
         self.q = q
         self.source = source
+        self.state: tuple[Tensor, Tensor] | None = None
         self.ratio = q.shape[2] // k.shape[2]
         self.start, stop = plan.sharding.shard(link.rank)
         self.tokens = torch.arange(self.start, stop, device=q.device)
@@ -281,18 +270,20 @@ class _Compute:
             of_queries[name] = x if x.shape[2] == 1 else x.index_select(2, heads)
         return replace(problem, attributes=Attributes(of_queries, problem.attributes.keys))
 
-    def forward(self, part: parts.Part, state: State | None) -> State:
-        """Compute a part and return the running (out, lse) `state` with it merged in. None: it is the first part."""
+    def forward(self, part: parts.Part) -> None:
+        """Compute a part and merge it into `state`."""
         run = self.call.backend.forward
         problem = self._problem(part)
         heads = self._heads(part)
         if heads is None:
-            return run(problem, self.q, part.keys, part.values, state)
-        assert state is not None
-        out, lse = state
+            self.state = run(problem, self.q, part.keys, part.values, self.state)
+            return
+        assert self.state is not None
+        out, lse = self.state
         q, part_out, part_lse = (x.index_select(2, heads) for x in (self.q, out, lse))
         run(problem, q, part.keys, part.values, (part_out, part_lse))
-        return out.index_copy_(2, heads, part_out), lse.index_copy_(2, heads, part_lse)
+        out.index_copy_(2, heads, part_out)
+        lse.index_copy_(2, heads, part_lse)
 
     def backward(
         self, part: parts.Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor
@@ -386,15 +377,9 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if plan.transport == "ulysses":
         return [*_heads_forward(Ulysses(link, plan.sharding, q.shape[2]), compute, q, k, v), number]
 
-    state: State | None = None
-
-    def add(part: parts.Part) -> None:
-        nonlocal state
-        state = compute.forward(part, state)
-
-    rows = _drive(plan.schedule(link, k.device).forward(k, v), add)
-    assert state is not None
-    out, lse = state
+    rows = plan.schedule(link, k.device).forward(k, v, compute.forward)
+    assert compute.state is not None
+    out, lse = compute.state
     return [out, lse, rows.flatten(), lse.new_empty(0), number]
 
 
@@ -429,8 +414,11 @@ def backward(
     dq = torch.zeros(q.shape, dtype=parts.statistic(q.dtype), device=q.device)
     held = -1 if len(rows) else 0  # an empty tensor's view takes no -1
     rows = rows.view(held, 2, k.shape[0], k.shape[3])
-    schedule = plan.schedule(link, k.device).backward(k, v, rows)
-    dk, dv = _drive(schedule, lambda part: compute.backward(part, dout, dlse, out, lse, dq))
+
+    def attend(part: parts.Part) -> parts.Gradients:
+        return compute.backward(part, dout, dlse, out, lse, dq)
+
+    dk, dv = plan.schedule(link, k.device).backward(k, v, rows, attend)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -8,7 +8,7 @@ that say which buffer row goes to which slot are made once per sharding.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -40,8 +40,8 @@ class Part:
 
 
 Gradients = tuple[Tensor, Tensor]
-ForwardParts = Generator[Part, None, Tensor]
-BackwardParts = Generator[Part, Gradients, Gradients]
+Attend = Callable[[Part], Any]
+"""A function that computes a part. In the backward it returns the part's (dk, dv)."""
 
 
 def statistic(dtype: torch.dtype) -> torch.dtype:
@@ -210,19 +210,19 @@ class Local(Counted):
                 gathers.append(Gather.of(problem, rows, device))
         return cls(plan, tuple(gathers))
 
-    def forward(self, k: Tensor, v: Tensor) -> Generator[Part, None, None]:
-        yield Part(k, v, self.plan)
+    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
+        attend(Part(k, v, self.plan))
         rows = _shard_rows(k, v) if self.crossing else ()
         for gather in self.crossing:
-            yield gather.part(*rows)
+            attend(gather.part(*rows))
 
-    def backward(self, k: Tensor, v: Tensor) -> BackwardParts:
-        """Yield the parts, take back each part's (dk, dv), and return their sums for the shard's rows, contiguous."""
+    def backward(self, k: Tensor, v: Tensor, attend: Attend) -> Gradients:
+        """Return the sums of the parts' (dk, dv) for the shard's rows, contiguous."""
         dtype = statistic(k.dtype)
-        dk, dv = (x.to(dtype).contiguous() for x in (yield Part(k, v, self.plan)))
+        dk, dv = (x.to(dtype).contiguous() for x in attend(Part(k, v, self.plan)))
         rows = _shard_rows(k, v) if self.crossing else ()
         for gather in self.crossing:
-            gather.scatter((yield gather.part(*rows)), *_shard_rows(dk, dv))
+            gather.scatter(attend(gather.part(*rows)), *_shard_rows(dk, dv))
         return dk, dv
 
 

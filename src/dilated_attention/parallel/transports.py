@@ -1,20 +1,19 @@
 """Move rows between ranks, in one of several ways. A schedule brings the rows that a rank needs and returns their
 gradients.
 
-A schedule is a pair of coroutines, forward and backward, over *parts* (keys, values, plan). Forward yields the parts
-of a call and lets the caller merge them; it returns what the backward needs. Backward yields parts, is sent each part's
-(dk, dv), and returns the gradients of the shard's own k and v. Forward yields the local part first, while rows travel.
-Backward yields it last, while partial gradients return. These are float32 (float64 for float64), and the rank that owns
-a row adds them up.
+A schedule passes the *parts* (keys, values, plan) of a call to a function `attend`. Its forward begins with the local
+part, while rows travel, and returns what the backward needs. Its backward gets each part's (dk, dv) from `attend`. The
+local part comes last, while partial gradients return. These are float32 (float64 for float64), and the rank that owns a
+row adds them up.
 
 A message's row is the key and the value of one token of one KV head: `(2, batch, head_dim)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +24,12 @@ from dilated_attention.parallel import block_partition, partition
 from dilated_attention.parallel.comm import Framing, Link, Transfer, seal_rows
 from dilated_attention.parallel.partition import Integers, Sharding
 from dilated_attention.parallel.parts import (
-    BackwardParts,
+    Attend,
     Counted,
-    ForwardParts,
     Gather,
     Gradients,
     Local,
     Own,
-    Part,
     gathers_of,
     locate,
     on_device,
@@ -55,34 +52,30 @@ class _Round(Counted):
     received: Framing
     returned: Framing
 
-    def forward(self, rows: Tensor) -> Iterator[Part]:
+    def forward(self, rows: Tensor, attend: Attend) -> None:
         for gather in self.gathers:
-            yield gather.part(*rows.unbind(1))
+            attend(gather.part(*rows.unbind(1)))
 
-    def backward(self, rows: Tensor) -> Generator[Part, Gradients, Tensor]:
-        """Yield the parts that read the buffer `rows`, take back each one's (dk, dv), and return their sums."""
+    def backward(self, rows: Tensor, attend: Attend) -> Tensor:
+        """Return the gradients of the buffer `rows`, summed over the parts that read it."""
         sums = torch.zeros(rows.shape, dtype=statistic(rows.dtype), device=rows.device)
         for gather in self.gathers:
-            gather.scatter((yield gather.part(*rows.unbind(1))), *sums.unbind(1))
+            gather.scatter(attend(gather.part(*rows.unbind(1))), *sums.unbind(1))
         return sums
 
 
-Steps = TypeVar("Steps")
-
-
 @dataclass(frozen=True)
-class _Tables(Counted, Generic[Steps]):
+class _Tables(Counted):
     local: Local
-    steps: Steps
+    steps: Any
 
 
-class _Schedule(Generic[Steps]):
+class _Schedule:
     """Base class of schedules, for one sharding on one rank.
 
-    A subclass defines `make` and two generators. `forward(k, v)` yields the parts to compute and returns a tensor to
-    save. `backward(k, v, saved)` yields parts, is sent each part's (dk, dv), and returns (dk, dv) of the shard. Both
-    read `self.local`, what the rank computes alone, and `self.steps`, its transfers, which `make` has made or the cache
-    has kept.
+    A subclass defines `make`, `forward(k, v, attend)`, which returns a tensor to save, and `backward(k, v, saved,
+    attend)`, which returns (dk, dv) of the shard. Both read `self.local`, what the rank computes alone, and
+    `self.steps`, its transfers, which `make` has made or the cache has kept.
 
     `row_bytes`: the bytes of a message's row.
     """
@@ -94,11 +87,11 @@ class _Schedule(Generic[Steps]):
         self.steps = made.steps
 
     @classmethod
-    def _tables(cls, sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables[Steps]:
+    def _tables(cls, sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
         return _Tables(Local.of(sharding, rank, device), cls.make(sharding, rank, seal, device))
 
     @staticmethod
-    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> Steps:
+    def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> Any:
         """Return the transfers of a rank. `seal`: how many rows a message's seal takes."""
         raise NotImplementedError
 
@@ -111,8 +104,10 @@ def _messages(sharding: Sharding, rank: int) -> tuple[tuple[Integers, list[int]]
     return (keys, partition.owner_splits(sharding, keys)), partition.messages(sharding, source.sent(sharding, rank))
 
 
-class Exchange(_Schedule[_Round | None]):
+class Exchange(_Schedule):
     """Run one all_to_all: every row that a rank needs comes once, from its owner."""
+
+    steps: _Round | None
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Round | None:
@@ -128,24 +123,24 @@ class Exchange(_Schedule[_Round | None]):
     def _send(self, step: _Round, k: Tensor, v: Tensor) -> Transfer:
         return self.link.all_to_all(step.own.pack(k, v), step.sent, step.received, "in forward's exchange")
 
-    def forward(self, k: Tensor, v: Tensor) -> ForwardParts:
+    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         if not self.steps:
-            yield from self.local.forward(k, v)
+            self.local.forward(k, v, attend)
             return k.new_empty(0)
         transfer = self._send(self.steps, k, v)
-        yield from self.local.forward(k, v)
+        self.local.forward(k, v, attend)
         rows = transfer.wait()
-        yield from self.steps.forward(rows)
+        self.steps.forward(rows, attend)
         return rows
 
-    def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
+    def backward(self, k: Tensor, v: Tensor, saved: Tensor, attend: Attend) -> Gradients:
         step = self.steps
         if not step:
-            return (yield from self.local.backward(k, v))
-        sums = yield from step.backward(saved)
+            return self.local.backward(k, v, attend)
+        sums = step.backward(saved, attend)
         what = "in backward's return of gradients"
         transfer = self.link.all_to_all(sums, step.received, step.returned, what)
-        dk, dv = yield from self.local.backward(k, v)
+        dk, dv = self.local.backward(k, v, attend)
         step.own.add(transfer.wait(), dk, dv)
         return dk, dv
 
@@ -173,13 +168,15 @@ class AllGather(Exchange):
         return self.link.all_gather(message, step.sent, "in forward's all_gather")
 
 
-class Ring(_Schedule[dict[int, _Round]]):
+class Ring(_Schedule):
     """Send rows point to point, to one peer per step; at most two peers' rows are in memory at a time.
 
     In step d = 1, 2, ... rank j sends rows to rank j + d (modulo the number of ranks). No rows are kept for the
     backward, which fetches them again in the same steps, and in step d returns gradients to rank j - d. Messages
     between two ranks match by their order, so every rank runs the steps in the same order.
     """
+
+    steps: dict[int, _Round]
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> dict[int, _Round]:
@@ -221,14 +218,14 @@ class Ring(_Schedule[dict[int, _Round]]):
             if rows is not None:
                 yield distance, self.steps[distance], rows
 
-    def forward(self, k: Tensor, v: Tensor) -> ForwardParts:
+    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         first = self._fetch(1, k, v, "forward")
-        yield from self.local.forward(k, v)
+        self.local.forward(k, v, attend)
         for _, step, rows in self._rows(k, v, "forward", first):
-            yield from step.forward(rows)
+            step.forward(rows, attend)
         return k.new_empty(0)
 
-    def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
+    def backward(self, k: Tensor, v: Tensor, saved: Tensor, attend: Attend) -> Gradients:
         dk, dv = (torch.zeros(x.shape, dtype=statistic(k.dtype), device=x.device) for x in (k, v))
         returning: tuple[Own, Transfer] | None = None  # the rows whose gradients travel
 
@@ -238,11 +235,11 @@ class Ring(_Schedule[dict[int, _Round]]):
                 own.add(transfer.wait(), dk, dv)
 
         for distance, step, rows in self._rows(k, v, "backward", self._fetch(1, k, v, "backward")):
-            sums = yield from step.backward(rows)
+            sums = step.backward(rows, attend)
             add_returned()
             what = f"in backward's return of ring step {distance}"
             returning = (step.own, self.link.swap(sums, step.received, step.returned, what))
-        local_dk, local_dv = yield from self.local.backward(k, v)
+        local_dk, local_dv = self.local.backward(k, v, attend)
         add_returned()
         return dk.add_(local_dk), dv.add_(local_dv)
 
@@ -262,7 +259,7 @@ class _Hop(Counted):
     gathers: tuple[Gather, ...]
 
 
-class Doubling(_Schedule[tuple[Own, tuple[_Hop, ...]]]):
+class Doubling(_Schedule):
     """Exchange rows by recursive doubling: in round i = 0, 1, ... each rank swaps rows with one peer, rank XOR 2^i.
 
     The ranks form blocks of 2^i neighbours. In round i, two sibling blocks give each other their rows of the segments
@@ -272,6 +269,8 @@ class Doubling(_Schedule[tuple[Own, tuple[_Hop, ...]]]):
     The backward gets the buffer of all rows that the forward held, and returns their gradients through the same rounds
     in reverse order.
     """
+
+    steps: tuple[Own, tuple[_Hop, ...]]
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> tuple[Own, tuple[_Hop, ...]]:
@@ -313,26 +312,26 @@ class Doubling(_Schedule[tuple[Own, tuple[_Hop, ...]]]):
         what = f"in forward's doubling round {level}"
         return self.link.swap(message, hop.sent, hop.received, what, buffer[hop.start : hop.stop])
 
-    def forward(self, k: Tensor, v: Tensor) -> ForwardParts:
+    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         own, hops = self.steps
         buffer = k.new_empty(hops[-1].stop if hops else own.size, 2, k.shape[0], k.shape[3])
         transfer = self._send(0, own.pack(k, v, buffer))
-        yield from self.local.forward(k, v)
+        self.local.forward(k, v, attend)
         for level, hop in enumerate(hops):
             assert transfer is not None
             transfer.wait()
             transfer = self._send(level + 1, buffer)
             for gather in hop.gathers:
-                yield gather.part(*buffer.unbind(1))
+                attend(gather.part(*buffer.unbind(1)))
         return buffer
 
-    def backward(self, k: Tensor, v: Tensor, saved: Tensor) -> BackwardParts:
+    def backward(self, k: Tensor, v: Tensor, saved: Tensor, attend: Attend) -> Gradients:
         own, hops = self.steps
         sums = torch.zeros(saved.shape, dtype=statistic(k.dtype), device=k.device)
         transfer: Transfer | None = None
         for level, hop in reversed(list(enumerate(hops))):
             for gather in hop.gathers:
-                gather.scatter((yield gather.part(*saved.unbind(1))), *sums.unbind(1))
+                gather.scatter(attend(gather.part(*saved.unbind(1))), *sums.unbind(1))
             if transfer:
                 send = hops[level + 1].send
                 sums.index_add_(0, send, transfer.wait()[: len(send)])
@@ -341,7 +340,7 @@ class Doubling(_Schedule[tuple[Own, tuple[_Hop, ...]]]):
             what = f"in backward's doubling round {level}"
             transfer = self.link.swap(sums[hop.start : hop.stop], hop.received, hop.sent, what)
 
-        dk, dv = yield from self.local.backward(k, v)
+        dk, dv = self.local.backward(k, v, attend)
         if transfer:
             send = hops[0].send
             sums.index_add_(0, send, transfer.wait()[: len(send)])
