@@ -373,20 +373,32 @@ class Call:
             return NO_ATTRIBUTES
         if hidden is not None:
             hidden = hidden[:, :, None]
-        rows = torch.arange(q.shape[1], device=q.device)
-        columns = torch.arange(k.shape[1], device=q.device)
-        queries = rows + self.starts[0]
-        keys = columns + self.starts[1]
-        found = attributes_of(
-            len(q), q.shape[2], queries, keys[:, None], hidden=hidden, seed=self.seed, first_head=self.first_head
-        )
+        queries = self.starts[0] + torch.arange(q.shape[1], device=q.device)
+        keys = self.starts[1] + torch.arange(k.shape[1], device=q.device)
+        return self.attributes_at(len(q), range(q.shape[2]), queries, keys[:, None], self.starts, hidden)
+
+    def attributes_at(
+        self, batch: int, heads: range, queries: Tensor, keys: Tensor, starts: tuple[int, int], hidden: Tensor | None
+    ) -> Attributes:
+        """Return what backends read per token of some rows.
+
+        Args:
+            heads: the heads of these rows of q, among the call's.
+            queries, keys: the position of each row of q, `(rows,)`, and of k, `(rows, KV heads or 1)`.
+            starts: the positions of the first query and of the first key of the call.
+            hidden: the keys that no query sees, bool `(batch or 1, rows, KV heads or 1)`; None: all are seen.
+        """
+        first_head = self.first_head + heads.start
+        found = attributes_of(batch, len(heads), queries, keys, hidden=hidden, seed=self.seed, first_head=first_head)
         if self.bias is None:
             return found
+        rows = queries - starts[0]
+        columns = keys - starts[1]
         if self.query_tokens is not None and self.key_tokens is not None:
             rows = self.query_tokens
-            columns = self.key_tokens
+            columns = self.key_tokens[:, None]
         bias = biases.Normal(int(self.scores.bias), self.bias, self.coordinates)
-        return found.and_(*biases.attributes(bias, range(q.shape[2]), rows, columns[:, None], self.starts))
+        return found.and_(*biases.attributes(bias, heads, rows, columns, starts))
 
     def bias_source(self) -> biases.Source | None:
         """Return what all pairs read of the bias; None without a bias."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from dilated_attention import bias as biases
-from dilated_attention.backends.attributes import Attributes, attributes_of
+from dilated_attention.backends.attributes import Attributes
 from dilated_attention.backends.problem import Problem
 from dilated_attention.cache import plan_cache
 from dilated_attention.call import Call, Shards
@@ -189,14 +189,12 @@ def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tupl
 class _Compute:
     """Compute the parts of one call on a backend and add them to the running results.
 
-    `hidden` is the `key_padding_mask` of the whole sequence, `(batch, seq)`, True for hidden keys; None without a mask.
-    `seed` is the seed of dropout that the ranks agree on; None without dropout.
-    `bias` is the bias with the coordinates of the whole sequence; `source` is what pairs read of it, as in `Problem`.
+    `call` has the key mask and the coordinates of the whole sequence, and the seed of dropout that the ranks agree on.
+    `source` is what pairs read of the bias, as in `Problem`.
     `state` is the running (out, lse) of the parts that `forward` has computed; None before the first.
     """
 
     def __init__(self, call: Call, plan: _Plan, link: Link, q: Tensor, k: Tensor, source: biases.Source | None) -> None:
-        self.call = call
         self.q = q
         self.source = source
         self.state: tuple[Tensor, Tensor] | None = None
@@ -204,21 +202,17 @@ class _Compute:
         self.start, stop = plan.sharding.shard(link.rank)
         self.tokens = torch.arange(self.start, stop, device=q.device)
         self.layouts = {layout.seq_len: layout for layout in plan.sharding.layouts}
-        self.hidden = None
-        self.seed = None
+        bounds = plan.sharding.bounds
+        whole = {}
         if call.key_padding_mask is not None:  # one byte per token travels
-            what = "while gathering key_padding_mask"
-            self.hidden = link.whole(call.key_padding_mask.T, plan.sharding.bounds, what).T
+            rows = link.whole(call.key_padding_mask.T, bounds, "while gathering key_padding_mask")
+            whole["key_padding_mask"] = rows.T
         if call.seed is not None:  # ranks may have drawn different seeds
-            self.seed = link.agreed_seed(call.seed.clone())
-        self.bias = None
-        if call.bias is not None:
-            coordinates = call.coordinates
-            if coordinates is not None:
-                rows = coordinates.transpose(0, 1)
-                rows = link.whole(rows, plan.sharding.bounds, "while gathering coordinates of the bias")
-                coordinates = rows.transpose(0, 1)
-            self.bias = biases.Normal(int(call.scores.bias), call.bias, coordinates)
+            whole["seed"] = link.agreed_seed(call.seed.clone())
+        if call.coordinates is not None:
+            rows = link.whole(call.coordinates.transpose(0, 1), bounds, "while gathering coordinates of the bias")
+            whole["coordinates"] = rows.transpose(0, 1)
+        self.call = call.but(**whole)
 
     def problem(
         self, plan: Plan, q: Tensor, queries: Tensor, keys: Tensor, layouts: dict[int, BlockLayout], head: int = 0,
@@ -233,18 +227,14 @@ class _Compute:
             head: the index of q's first head among the call's heads.
             unseen: the rows of k that no query sees besides those of the mask, bool `(rows,)`; None: there are none.
         """
-        hidden = None if self.hidden is None else self.hidden[:, keys]
+        hidden = self.call.key_padding_mask
+        if hidden is not None:
+            hidden = hidden[:, keys]
         if unseen is not None:
             others = unseen[None, :, None]
             hidden = others if hidden is None else hidden | others
-        first_head = self.call.first_head + head
-        attributes = attributes_of(
-            len(q), q.shape[2], queries, keys, hidden=hidden, seed=self.seed, first_head=first_head
-        )
-        if self.bias is not None:
-            heads = range(head, head + q.shape[2])
-            rows = queries - self.start
-            attributes = attributes.and_(*biases.attributes(self.bias, heads, rows, keys, (self.start, 0)))
+        heads = range(head, head + q.shape[2])
+        attributes = self.call.attributes_at(len(q), heads, queries, keys, (self.start, 0), hidden)
         _, scores = self.call.scores.split()
         return Problem(plan, scores, attributes, layouts if layouts else None, bias=self.source)
 
@@ -254,14 +244,11 @@ class _Compute:
         return self.problem(heads.plan, q, tokens, tokens[:, None], heads.layouts, heads.link.rank * q.shape[2])
 
     def _problem(self, part: parts.Part) -> Problem:
+        tokens = self.tokens[:, None] if part.tokens is None else part.tokens
         if part.queries is None:
-            keys = self.tokens[:, None] if part.tokens is None else part.tokens
-            return self.problem(part.plan, self.q, self.tokens, keys, self.layouts)
-        layout = part.queries.layout
-        problem = self.problem(
-            part.plan, self.q, self.tokens, part.queries.tokens[:, None], {layout.seq_len: layout},
-            unseen=part.queries.hidden,
-        )  # fmt: skip
+            return self.problem(part.plan, self.q, self.tokens, tokens, self.layouts)
+        layouts = {part.queries.layout.seq_len: part.queries.layout}
+        problem = self.problem(part.plan, self.q, self.tokens, tokens, layouts, unseen=part.queries.hidden)
         heads = self._heads(part)
         if heads is None:
             return problem
@@ -370,9 +357,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     plan, link, _ = _agree(call, q, k)
     number = torch.tensor(link.begin(_mesh(call)[0].layer), device="cpu")
     if not len(q):
-        wide = parts.statistic(q.dtype)
-        lse = q.new_empty(q.shape[:3], dtype=wide)
-        return [torch.empty_like(q), lse, k.new_empty(0), k.new_empty(0, dtype=wide), number]
+        out, lse = running(q, covered=True)
+        return [out, lse, k.new_empty(0), lse.new_empty(0), number]
     compute = _Compute(call, plan, link, q, k, call.bias_source())
     if plan.transport == "ulysses":
         return [*_heads_forward(Ulysses(link, plan.sharding, q.shape[2]), compute, q, k, v), number]
@@ -506,16 +492,6 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
     start = edges[dist.get_rank(group)]
     for i, length in enumerate(lengths):
         own = max(0, min(tokens, length - start))
-        mask = call.key_padding_mask
-        if mask is not None:
-            mask = mask[i : i + 1, :own]
-        coordinates = call.coordinates
-        if coordinates is not None:
-            coordinates = _sample(coordinates, i)[:, :own]
-        bias = call.bias
-        if bias is not None:
-            bias = _sample(bias, i)
-
         layouts = call.layouts
         if len(layouts) == 1 and length:
             whole = layouts[0]
@@ -525,11 +501,16 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
 
         bounds = tuple([min(edge, length) for edge in edges])
         cut = replace(shards, bounds=bounds, lengths=lengths)
+        mask = _of_sample(call.key_padding_mask, i, own)
+        coordinates = _of_sample(call.coordinates, i, own)
+        bias = _of_sample(call.bias, i)
         yield own, replace(
             call, lengths=None, key_padding_mask=mask, bias=bias, coordinates=coordinates, layouts=layouts, shards=cut
         )  # fmt: skip
 
 
-def _sample(x: Tensor, i: int) -> Tensor:
-    """Return x `(batch or 1, ...)` for sample i, `(1, ...)`."""
-    return x if len(x) == 1 else x[i : i + 1]
+def _of_sample(x: Tensor | None, i: int, rows: int | None = None) -> Tensor | None:
+    """Return x `(batch or 1, rows, ...)` for sample i, `(1, rows, ...)`, and of that the first `rows`; None: all."""
+    if x is None:
+        return None
+    return x[:, :rows] if len(x) == 1 else x[i : i + 1, :rows]

@@ -28,8 +28,8 @@ class Part:
 
     Attributes:
         queries: with a block layout, what the queries of a crossing segment see; else None.
-        tokens: `(rows, heads)`, the global token of each key, for the key mask, dropout and biases; None: the shard's
-            tokens, or `queries` has them.
+        tokens: `(rows, heads or 1)`, the global token of each key, for the key mask, dropout and biases; None: the
+            shard's tokens.
     """
 
     keys: Tensor
@@ -98,7 +98,7 @@ class Gather(Counted):
     index: Tensor
     filled: Tensor | None
     holes: Tensor | None
-    tokens: Tensor | None
+    tokens: Tensor
     queries: BlockQueries | None
 
     @classmethod
@@ -116,8 +116,9 @@ class Gather(Counted):
             filled = on_device(remote.slots, device)
             holes = on_device(empty, device)
 
-        tokens = None
-        if remote.queries is None:
+        if remote.queries is not None:
+            tokens = remote.queries.tokens[:, None]
+        else:
             of_slots = np.zeros(slots, dtype=np.int64)
             of_slots[remote.slots] = remote.keys // heads
             tokens = on_device(of_slots, device).view(-1, heads)
