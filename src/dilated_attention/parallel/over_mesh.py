@@ -77,11 +77,10 @@ class _Plan:
         shards, _, edges = _mesh(call)
         by_query = biases.FORMS[int(call.scores.bias)] in biases.BY_QUERY
         shape = traffic.Shape(int(k.shape[0]), q.shape[2], k.shape[3], k.dtype, by_query)
-        given = (call.key_padding_mask is not None, shards.sinks, shards.gradients, _described(call))
-        scores = (call.scores, *given, call.first_head, shards.widths)
-        rows = (edges, len(shards.bounds), shards.samples, shards.lengths, shards.transport)
-        key = ("over mesh", call.branches, call.layouts, call.is_causal, shape, scores, rows)
-        return plan_cache.get(key, lambda: cls._make(call, shape))
+        named = replace(shards, group_name="", layer="")  # every layer and group with these edges has the same plan
+        tensors = call.key_padding_mask is not None, _described(call)
+        key = (call.branches, call.layouts, call.is_causal, call.scores, call.first_head, shape, edges, named, tensors)
+        return plan_cache.get(("over mesh", key), lambda: cls._make(call, shape))
 
     @classmethod
     def _make(cls, call: Call, shape: traffic.Shape) -> _Plan:
@@ -243,25 +242,22 @@ class _Compute:
         tokens = torch.arange(q.shape[1], device=q.device)
         return self.problem(heads.plan, q, tokens, tokens[:, None], heads.layouts, heads.link.rank * q.shape[2])
 
-    def _problem(self, part: parts.Part) -> Problem:
+    def _problem(self, part: parts.Part, heads: Tensor | None) -> Problem:
         tokens = self.tokens[:, None] if part.tokens is None else part.tokens
         if part.queries is None:
             return self.problem(part.plan, self.q, self.tokens, tokens, self.layouts)
         layouts = {part.queries.layout.seq_len: part.queries.layout}
         problem = self.problem(part.plan, self.q, self.tokens, tokens, layouts, unseen=part.queries.hidden)
-        heads = self._heads(part)
-        if heads is None:
-            return problem
         of_queries = {}
         for name, x in problem.attributes.queries.items():
-            of_queries[name] = x if x.shape[2] == 1 else x.index_select(2, heads)
+            of_queries[name] = x if x.shape[2] == 1 else _of_heads(x, heads)
         return replace(problem, attributes=Attributes(of_queries, problem.attributes.keys))
 
     def forward(self, part: parts.Part) -> None:
         """Compute a part and merge it into `state`."""
         run = self.call.backend.forward
-        problem = self._problem(part)
         heads = self._heads(part)
+        problem = self._problem(part, heads)
         if heads is None:
             self.state = run(problem, self.q, part.keys, part.values, self.state)
             return
@@ -279,19 +275,14 @@ class _Compute:
 
         out and lse are the merged ones, of all parts. dlse None: lse has no gradient.
         """
-        run = self.call.backend.backward
-        problem = self._problem(part)
         keys = (part.keys, part.values)
         dk, dv = (torch.zeros(x.shape, dtype=dq.dtype, device=dq.device) for x in keys)
         heads = self._heads(part)
-        if heads is None:
-            run(problem, dout, dlse, self.q, *keys, out, lse, (dq, dk, dv))
-            return dk, dv
-        dout, q, out, lse, part_dq = (x.index_select(2, heads) for x in (dout, self.q, out, lse, dq))
-        if dlse is not None:
-            dlse = dlse.index_select(2, heads)
-        run(problem, dout, dlse, q, *keys, out, lse, (part_dq, dk, dv))
-        dq.index_copy_(2, heads, part_dq)
+        dout, dlse, q, out, lse, part_dq = (_of_heads(x, heads) for x in (dout, dlse, self.q, out, lse, dq))
+        problem = self._problem(part, heads)
+        self.call.backend.backward(problem, dout, dlse, q, *keys, out, lse, (part_dq, dk, dv))
+        if heads is not None:
+            dq.index_copy_(2, heads, part_dq)
         return dk, dv
 
     def _heads(self, part: parts.Part) -> Tensor | None:
@@ -300,6 +291,11 @@ class _Compute:
             return None
         every = torch.arange(self.q.shape[2], device=self.q.device).unflatten(0, (-1, self.ratio))
         return every[list(part.queries.heads)].flatten()
+
+
+def _of_heads(x: Tensor | None, heads: Tensor | None) -> Any:
+    """Return x `(batch, rows, heads, ...)` of these heads; None: of all."""
+    return x if x is None or heads is None else x.index_select(2, heads)
 
 
 def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -425,16 +421,13 @@ def _empty_rows(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
         return k.new_empty(sizes[0]), k.new_empty(sizes[1], dtype=wide)
     plan = _Plan.of(call, q, k)
-    if plan.transport == "ulysses":
-        size = plan.sharding.world_size
-        tokens = q.shape[0] * plan.sharding.seq_len
-        heads = q.shape[2] // size
-        kv_heads = k.shape[2] // size
-        saved = 2 * tokens * (heads + kv_heads) * q.shape[3]
-        return q.new_empty(saved), k.new_empty(tokens * heads, dtype=wide)
     rank = dist.get_rank(_mesh(call)[1])
     saved = traffic.count(plan.transport, plan.sharding, rank, plan.shape).saved_bytes
-    return k.new_empty(saved // k.dtype.itemsize), k.new_empty(0, dtype=wide)
+    lses = 0
+    if plan.transport == "ulysses":
+        lses = len(q) * plan.sharding.seq_len * q.shape[2] // plan.sharding.world_size
+    rows = (saved - lses * wide.itemsize) // k.dtype.itemsize
+    return k.new_empty(rows), k.new_empty(lses, dtype=wide)
 
 
 def account(

@@ -164,13 +164,27 @@ def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> Exchan
     """Return what one rank sends and receives: by formula, or from the lists of block layouts where there are any."""
     if transport == "ulysses":
         return _count_ulysses(sharding, rank, shape)
-    seal = seal_rows(shape.row_bytes)
-    out, into, rounds, kept = _messages(transport, sharding, rank, seal)
     row = shape.row_bytes
+    out, into, rounds, kept = _messages(transport, sharding, rank, seal_rows(row))
     wide = row // shape.dtype.itemsize * shape.wide_itemsize
+    plan = replace(_moved(transport, sharding, rank, out, into, row, wide), rounds=rounds, saved_bytes=kept * row)
+    if transport != "ring":
+        return plan
+    return replace(  # its backward fetches the rows a second time
+        plan,
+        backward_bytes_sent=plan.backward_bytes_sent + plan.bytes_sent,
+        backward_bytes_received=plan.backward_bytes_received + plan.bytes_received,
+    )
+
+
+def _moved(
+    transport: str, sharding: Sharding, rank: int, out: list[int], into: list[int], row: int, returned: int
+) -> ExchangePlan:
+    """Return the traffic of one exchange with these data rows per message. A row has `row` bytes in the forward and
+    `returned` bytes in the backward."""
+    seal = seal_rows(row)
     framed_out = _framed(out, seal)
     framed_in = _framed(into, seal)
-    again = row if transport == "ring" else 0  # its backward fetches the rows a second time
     return ExchangePlan(
         transport,
         sharding.world_size,
@@ -180,12 +194,12 @@ def count(transport: str, sharding: Sharding, rank: int, shape: Shape) -> Exchan
         rows_received=sum(into),
         peers_sent=sum([rows > 0 for rows in out]),
         peers_received=sum([rows > 0 for rows in into]),
-        rounds=rounds,
+        rounds=1,
         bytes_sent=framed_out * row,
         bytes_received=framed_in * row,
-        backward_bytes_sent=framed_in * wide + framed_out * again,
-        backward_bytes_received=framed_out * wide + framed_in * again,
-        saved_bytes=kept * row,
+        backward_bytes_sent=framed_in * returned,
+        backward_bytes_received=framed_out * returned,
+        saved_bytes=0,
     )
 
 
@@ -196,32 +210,14 @@ def _count_ulysses(sharding: Sharding, rank: int, shape: Shape) -> ExchangePlan:
     heads = shape.num_heads // size
     kv_heads = sharding.num_heads // size
     others = [upper - lower for lower, upper in pairwise(sharding.bounds)]
-    own = others.pop(rank)
+    mine = [others.pop(rank)] * (size - 1)
     fetch = shape.batch * (heads + 2 * kv_heads) * shape.head_dim * item  # q, k, v; and dq, dk, dv
     result = shape.batch * heads * (shape.head_dim * item + wide)  # out, lse; and dout, dlse
-
-    def bytes_(row: int, rows: list[int]) -> int:
-        return row * _framed(rows, seal_rows(row))
-
-    mine = [own] * (size - 1)
-    messages = (size - 1) * (own > 0) + sum([count > 0 for count in others])
     kept = shape.batch * sharding.seq_len * (2 * (heads + kv_heads) * shape.head_dim * item + heads * wide)
-    return ExchangePlan(
-        "ulysses",
-        size,
-        rank,
-        sharding.shard(rank),
-        rows_sent=own * (size - 1),
-        rows_received=sum(others),
-        peers_sent=messages,
-        peers_received=messages,
-        rounds=2,
-        bytes_sent=bytes_(fetch, mine) + bytes_(result, others),
-        bytes_received=bytes_(fetch, others) + bytes_(result, mine),
-        backward_bytes_sent=bytes_(result, mine) + bytes_(fetch, others),
-        backward_bytes_received=bytes_(result, others) + bytes_(fetch, mine),
-        saved_bytes=kept,
-    )
+
+    there = _moved("ulysses", sharding, rank, mine, others, fetch, fetch)
+    back = _moved("ulysses", sharding, rank, others, mine, result, result)
+    return replace(total([there, back]), rows_sent=there.rows_sent, rows_received=there.rows_received, saved_bytes=kept)
 
 
 @dataclass(frozen=True)
