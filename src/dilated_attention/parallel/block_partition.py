@@ -56,16 +56,12 @@ def _rows_in(blocks: Integers, size: int) -> Integers:
     return (blocks[:, None] * size + np.arange(size)).ravel()
 
 
-def _query_blocks(layout: BlockLayout, rows: Interval) -> Integers:
-    return np.arange(rows[0] // layout.q_block, -(-rows[1] // layout.q_block))
-
-
-def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) -> tuple[Integers, Integers]:
-    """Return (list numbers, entries): for every entry in the lists of these heads and query blocks, the number of its
-    list, and its place in `indices`.
-
-    `heads`: heads of the layout. The lists so selected are numbered from 0, by batch element, head and query block.
+def _entries(layout: BlockLayout, heads: Sequence[int], rows: Interval) -> tuple[Integers, Integers, Integers]:
+    """Return (groups, query blocks, places) of the entries in the lists of these heads of the layout for the query
+    blocks that have these rows, list by list. `places`: where an entry lies in `indices`. `groups` number pairs of a
+    batch element and one of the heads.
     """
+    query_blocks = np.arange(rows[0] // layout.q_block, -(-rows[1] // layout.q_block))
     indptr = layout.indptr.cpu().numpy()[:, list(heads)]
     starts = indptr[:, :, query_blocks].ravel()
     stops = indptr[:, :, query_blocks + 1].ravel()
@@ -74,12 +70,12 @@ def _lists(layout: BlockLayout, heads: Sequence[int], query_blocks: Integers) ->
     lists = np.repeat(np.arange(len(counts)), counts)
     shift = starts - (counts.cumsum() - counts)  # from an entry's number here to its place in `indices`
     places = np.arange(len(lists)) + np.repeat(shift, counts)
-    return lists, places
+    return lists // len(query_blocks), query_blocks[lists % len(query_blocks)], places
 
 
-def _key_blocks(layout: BlockLayout, entries: Integers) -> Integers:
-    """Return the key blocks that these entries of the lists name."""
-    return layout.indices.cpu().numpy()[entries]
+def _key_blocks(layout: BlockLayout, places: Integers) -> Integers:
+    """Return the key blocks that the entries at these places of `indices` name."""
+    return layout.indices.cpu().numpy()[places]
 
 
 def _heads(sharding: Sharding, layout: BlockLayout, crossing: Crossing) -> Iterator[tuple[tuple[int, ...], list[int]]]:
@@ -104,8 +100,8 @@ def _needed(
     together."""
     layout = sharding.layout(len(crossing.keys))
     for heads, lists in _heads(sharding, layout, crossing):
-        _, entries = _lists(layout, lists, _query_blocks(layout, queries))
-        listed = _rows_in(np.unique(_key_blocks(layout, entries)), layout.k_block)
+        _, _, places = _entries(layout, lists, queries)
+        listed = _rows_in(np.unique(_key_blocks(layout, places)), layout.k_block)
         rows = listed[_among(listed, within)]
         yield crossing.keys.start + rows * crossing.keys.step, heads
 
@@ -151,7 +147,6 @@ class _Shrunk:
 
     def __init__(self, layout: BlockLayout, query_blocks: Integers, key_blocks: Integers) -> None:
         self.whole = layout
-        self.query_blocks = query_blocks
         self.unit = lcm(*layout.block_size)
         starts = np.concatenate([query_blocks * layout.q_block, key_blocks * layout.k_block])
         self.units = np.unique(starts // self.unit)
@@ -170,37 +165,22 @@ class _Shrunk:
         """Return the row of the crossing segment at each position of the shortened one."""
         return _rows_in(self.units, self.unit)[: self.size]
 
-    def layout(self, heads: int, lists: Integers, entries: Integers) -> BlockLayout:
-        """Return the layout over the shortened segment, made of `entries` of the kept query blocks' lists.
-
-        Entry `entries[i]` belongs to list `lists[i]` (see `_lists`). `heads`: the number of heads that have separate
-        lists.
-        """
+    def layout(self, heads: int, groups: Integers, query_blocks: Integers, places: Integers) -> BlockLayout:
+        """Return the layout over the shortened segment that is made of these entries (see `_entries`). `heads`: the
+        number of heads that have separate lists."""
         q_block, k_block = self.whole.block_size
-        counts = np.zeros((self.whole.batch_size, heads, -(-self.size // q_block)), dtype=np.int64)
-        lengths = np.bincount(lists, minlength=self.whole.batch_size * heads * len(self.query_blocks))
-        query_blocks = self.place(self.query_blocks * q_block) // q_block
-        counts[:, :, query_blocks] = lengths.reshape(*counts.shape[:2], -1)
+        shape = self.whole.batch_size, heads, -(-self.size // q_block)
+        lists = groups * shape[2] + self.place(query_blocks * q_block) // q_block
+        counts = np.bincount(lists, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)
 
         indptr = row_offsets(torch.from_numpy(counts))
-        blocks = _key_blocks(self.whole, entries)
+        blocks = _key_blocks(self.whole, places)
         indices = torch.from_numpy(self.place(blocks * k_block) // k_block)
         whole = self.whole.to("cpu")
         kinds = whole.kinds
         if kinds is not None:
-            kinds = kinds[torch.from_numpy(entries)]
+            kinds = kinds[torch.from_numpy(places)]
         return replace(whole, indptr=indptr, indices=indices, kinds=kinds, seq_len=self.size)
-
-
-def _wanted(
-    layout: BlockLayout, intervals: Sequence[Interval], lists: Integers, entries: Integers
-) -> tuple[Integers, Integers]:
-    """Return those of the list entries (see `_lists`) whose key block has a row in one of the intervals."""
-    blocks = _key_blocks(layout, entries)
-    key_blocks = np.unique(blocks)
-    is_wanted = _among(_rows_in(key_blocks, layout.k_block), intervals).reshape(-1, layout.k_block).any(1)
-    kept = np.isin(blocks, key_blocks[is_wanted])
-    return lists[kept], entries[kept]
 
 
 def problem(
@@ -217,24 +197,24 @@ def problem(
     layout = sharding.layout(len(crossing.keys))
     own = _rows_of(crossing, crossing.own)
     wanted = [_rows_of(crossing, clip(crossing.keys, *interval)) for interval in tokens]
-    query_blocks = _query_blocks(layout, own)
     listing: list[int] = []
     for _, lists_of_heads in _heads(sharding, layout, crossing):
         listing += lists_of_heads
-    lists, entries = _wanted(layout, wanted, *_lists(layout, listing, query_blocks))
-    if not len(entries):
+    groups, query_blocks, places = _entries(layout, listing, own)
+    blocks = _key_blocks(layout, places)
+    key_blocks = np.unique(blocks)
+    is_wanted = _among(_rows_in(key_blocks, layout.k_block), wanted).reshape(-1, layout.k_block).any(1)
+    key_blocks = key_blocks[is_wanted]
+    kept = np.isin(blocks, key_blocks)
+    if not kept.any():
         return None
 
-    # the query blocks from the first to the last that have such an entry, and the lists numbered among them
-    group, number = np.divmod(lists, len(query_blocks))  # (batch element and head), and which query block
-    first = int(number.min())
-    query_blocks = query_blocks[first : int(number.max()) + 1]
-    lists = group * len(query_blocks) + number - first
-
-    key_blocks = np.unique(_key_blocks(layout, entries))
-    shrunk = _Shrunk(layout, query_blocks, key_blocks)
-    start = max(own[0], int(query_blocks[0]) * layout.q_block)
-    stop = min(own[1], int(query_blocks[-1] + 1) * layout.q_block)
+    groups, query_blocks, places = (x[kept] for x in (groups, query_blocks, places))
+    first = int(query_blocks.min())
+    last = int(query_blocks.max())
+    shrunk = _Shrunk(layout, np.arange(first, last + 1), key_blocks)
+    start = max(own[0], first * layout.q_block)
+    stop = min(own[1], (last + 1) * layout.q_block)
     mine = crossing.own[start - own[0] : stop - own[0]]
     ahead = int(shrunk.place(np.array([start]))[0])
 
@@ -257,7 +237,8 @@ def problem(
 
     shard, shard_stop = sharding.shard(rank)
     of_rows = torch.from_numpy(crossing.keys.start + shrunk.rows * crossing.keys.step).to(device)
-    queries = BlockQueries(shrunk.layout(len(listing), lists, entries).to(device), crossing.heads, hidden, of_rows)
-    groups = (StridedGroup(as_rows(mine, shard), as_rows(range(shrunk.size), 0), 0, count, 1, at=(ahead, 0)),)
-    plan = Plan(shard_stop - shard, count, groups, covered=False, square=False)
+    short = shrunk.layout(len(listing), groups, query_blocks, places).to(device)
+    queries = BlockQueries(short, crossing.heads, hidden, of_rows)
+    group = StridedGroup(as_rows(mine, shard), as_rows(range(shrunk.size), 0), 0, count, 1, at=(ahead, 0))
+    plan = Plan(shard_stop - shard, count, (group,), covered=False, square=False)
     return Remote(plan, shrunk.size, np.concatenate(keys), np.concatenate(slots), queries)
