@@ -297,13 +297,14 @@ WHOLE = 2**62
 
 
 def sights(
-    branches: Branches, branch: int, offset: int, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool
-) -> Iterator[Part]:
+    branches: Branches, branch: int, offset: int, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool,
+    end: int | None = None,
+) -> Iterator[Part]:  # fmt: skip
     """Yield what the queries at positions `queries` see of the keys at positions `keys`, both [start, stop).
 
     `branch` is the branch's number in `branches`, `offset` the offset of the heads in it, or `ALL`. The `start` of rows
     is a position here: with the common stride of both, a query at p sees the keys at p + i * stride for low <= i <=
-    high. A part may be empty.
+    high. A part may be empty. `end` cuts the last segment; default: the last of these positions does.
     """
     leading = branches.leading[branch] if branches.leading else 0
     low, high = branches.bands[branch] if branches.bands else EVERY
@@ -317,7 +318,8 @@ def sights(
     some_queries = (max(queries[0], leading), queries[1])
     some_keys = (max(keys[0], leading), keys[1])
     rate = branches.dilation_rates[branch]
-    end = max(queries[1], keys[1])
+    if end is None:
+        end = max(queries[1], keys[1])
     segment = min(branches.segment_lengths[branch], end)
     for start, segments in _runs(segment, some_queries, some_keys):
         stop = min(start + segment, end)
@@ -336,13 +338,13 @@ def sights(
 
 def parts_of(
     branches: Branches, branch: int, offset: int, queries: tuple[int, int], keys: tuple[int, int], is_causal: bool,
-    origins: tuple[int, int], listed: bool = False,
+    origins: tuple[int, int], listed: bool = False, end: int | None = None,
 ) -> Iterator[Part]:  # fmt: skip
     """Yield the parts of a plan in which some query sees some key. Arguments are as in `sights`. Parts number rows of q
     and of k from positions `origins`. `listed`: each segment has a block layout."""
     first = not (branches.leading and branches.leading[branch])
     place: tuple[tuple[int, int], int] = ((0, 0), 0)
-    for part in sights(branches, branch, offset, queries, keys, is_causal):
+    for part in sights(branches, branch, offset, queries, keys, is_causal, end):
         found = visible(part.queries, part.keys, part.band)
         if found is not None:
             rows, columns, band = found

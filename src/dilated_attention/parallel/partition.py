@@ -36,7 +36,6 @@ from torch import Tensor
 
 from dilated_attention.layout import BlockLayout
 from dilated_attention.plan import (
-    EVERY,
     Band,
     Branches,
     Part,
@@ -46,9 +45,7 @@ from dilated_attention.plan import (
     compile_groups,
     parts_of,
     progressions,
-    rows_of,
     sights,
-    spans,
     visible,
 )
 
@@ -231,24 +228,15 @@ def local_plan(sharding: Sharding, rank: int) -> Plan:
 
     def parts(branch: int, offset: int) -> Iterator[Part]:
         segment = branches.segment_lengths[branch]
-        rate = branches.dilation_rates[branch]
         for start, stop in sharding.grids():
-            if branches.bands and branches.bands[branch] != EVERY:
-                at = (max(lower, start) - start, min(upper, stop) - start)
-                origin = lower - start
-                yield from parts_of(branches, branch, offset, at, at, sharding.is_causal, (origin, origin))
-                continue
-            for own, short, is_cut in rows_of(spans(segment, (start, stop), (lower, upper)), rate, offset):
-                if is_cut and sharding.layouts:
-                    continue
-                rows = own.shifted(-lower)
-                band: Band = EVERY
-                if sharding.is_causal and rows.count > 1:
-                    band = (None, 0)
-                zeros = 0
-                if branches.compat == "torchscale" and not sharding.is_causal:
-                    zeros = short
-                yield Part(rows, rows, band, zeros)
+            own = (max(lower, start) - start, min(upper, stop) - start)
+            origin = lower - start
+            end = stop - start
+            for part in parts_of(branches, branch, offset, own, own, sharding.is_causal, (origin, origin), end=end):
+                begin = (part.queries.start + origin) // segment * segment
+                is_cut = begin < own[0] or own[1] < min(begin + segment, end)
+                if not (is_cut and sharding.layouts):
+                    yield part
 
     groups, covered = compile_groups(branches, parts, upper - lower)
     whole = covered and not (sharding.layouts and crossings(sharding, rank))
