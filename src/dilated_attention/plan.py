@@ -197,64 +197,6 @@ def progressions(heads: list[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-class Spans(NamedTuple):
-    """Describe the segments of a grid (see `spans`) that have tokens in [lower, upper), as runs of equal segments.
-
-    Attributes:
-        segment: the segment length, at most the grid's length.
-        runs: for each run, start and stop of its whole first segment (tokens outside [lower, upper) included), the
-            number of segments, and whether the first one has tokens outside.
-    """
-
-    segment: int
-    lower: int
-    upper: int
-    runs: tuple[tuple[int, int, int, bool], ...]
-
-
-def spans(segment: int, grid: tuple[int, int], tokens: tuple[int, int]) -> Spans:
-    """Find the segments that hold some of `tokens` [start, stop), and return them as runs of equal segments. Segments
-    of `segment` tokens follow one another from the start of `grid` [start, stop), whose end may cut the last one."""
-    begin, end = grid
-    lower = max(tokens[0], begin)
-    upper = min(tokens[1], end)
-    if lower >= upper:
-        return Spans(segment, lower, upper, ())
-    segment = min(segment, end - begin)
-    whole = lower + (begin - lower) % segment  # the first segment that starts at `lower` or later
-    number = max(upper - whole, 0) // segment
-    tail = whole + number * segment
-    before = (whole - segment, int(lower < whole))
-    behind = (tail, int(tail < upper))
-    runs = []
-    for start, segments in (before, (whole, number), behind):
-        if segments:
-            stop = min(start + segment, end)
-            runs.append((start, stop, segments, start < lower or upper < stop))
-    return Spans(segment, lower, upper, tuple(runs))
-
-
-def rows_of(spans: Spans, rate: int, offset: int) -> list[tuple[Rows, int, bool]]:
-    """Return, as runs of equal segments, the rows that take part in a branch with this rate and offset (not `ALL`).
-
-    For each run of `spans` with rows in its [lower, upper), that is: these rows; ceil(spans.segment / rate) minus the
-    number of rows of the whole segment (its phantoms under compat="torchscale"); whether the segment reaches beyond
-    [lower, upper).
-    """
-    segment, lower, upper, runs = spans
-    found = []
-    for start, stop, segments, beyond in runs:
-        first = start + offset
-        earlier = 0
-        if first < lower:
-            earlier = -((first - lower) // rate)
-        count = -((first - min(stop, upper)) // rate) - earlier
-        if count > 0:
-            rows = Rows(first + earlier * rate, segment, segments, rate, count)
-            found.append((rows, (first - stop) // rate - -segment // rate, beyond))
-    return found
-
-
 def compile_groups(
     branches: Branches, parts: Callable[[int, int], Iterable[Part]], seq_len: int
 ) -> tuple[tuple[StridedGroup, ...], bool]:
@@ -383,16 +325,22 @@ def _compile(
 
 def _compile_square(branches: Branches, seq_len: int, is_causal: bool) -> Plan:
     """Return the plan of self-attention over segments. This takes a tenth of the time of the general `_compile`."""
-    cuts = [spans(segment, (0, seq_len), (0, seq_len)) for segment in branches.segment_lengths]
     counts_zeros = branches.compat is not None and not is_causal
 
     def parts(branch: int, offset: int) -> list[Part]:
+        rate = branches.dilation_rates[branch]
+        segment = max(1, min(branches.segment_lengths[branch], seq_len))
+        whole = seq_len // segment
         found = []
-        for own, short, _ in rows_of(cuts[branch], branches.dilation_rates[branch], offset):
-            band: Band = EVERY
-            if is_causal and own.count > 1:
-                band = (None, 0)
-            found.append(Part(own, own, band, short if counts_zeros else 0))
+        for start, length, segments in ((0, segment, whole), (whole * segment, seq_len % segment, 1)):
+            count = -((offset - length) // rate)
+            if segments and count > 0:
+                rows = Rows(start + offset, segment, segments, rate, count)
+                band: Band = EVERY
+                if is_causal and count > 1:
+                    band = (None, 0)
+                zeros = -(-segment // rate) - count
+                found.append(Part(rows, rows, band, zeros if counts_zeros else 0))
         return found
 
     groups, covered = compile_groups(branches, parts, seq_len)
