@@ -88,6 +88,26 @@ def test_blocks_that_are_decided_are_not_looked_at(monkeypatch):
     assert sum(looked_at) == on_diagonal + beside_edges
 
 
+def test_a_table_is_read_once_at_all_keys(monkeypatch):
+    """A long sequence is decided a few rows of blocks at a time, always against all its keys."""
+    read = []
+    read_row = ranges._read_row
+
+    def counted(table, at):
+        read.append(at.low.numel())
+        return read_row(table, at)
+
+    monkeypatch.setattr(ranges, "_read_row", counted)
+    monkeypatch.setattr(masks, "_AT_ONCE", 1)
+    sample = torch.arange(2048) // 600
+    of_batch = torch.stack([sample, sample // 2])
+    BlockLayout.from_mask_mod(
+        lambda b, h, q, k: of_batch[b, q] == of_batch[b, k], 2048, batch=2, heads=3, block_size=64
+    )
+    keys, queries = 32, 1
+    assert sorted(read) == [queries] * 32 * 2 * 3 + [keys] * 2
+
+
 @pytest.mark.parametrize(
     "function",
     [

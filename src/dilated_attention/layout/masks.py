@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -238,11 +239,10 @@ def from_mask_mod(
     grid = BlockGrid.of(max(q_len, k_len), block_size, False)
     function = _Function(mask_mod, (q_len, k_len), grid, lead[1])
     collected = _Collected(grid)
-    for list_number in range(lead[0] * lead[1]):
-        for whole, cut in function.blocks(list_number, torch.device(device)):
-            collected.add_whole(whole)
-            for some in slices(len(cut), grid):
-                collected.add(cut[some], function.shown(cut[some]))
+    for whole, cut in function.blocks(lead[0] * lead[1], torch.device(device)):
+        collected.add_whole(whole)
+        for some in slices(len(cut), grid):
+            collected.add(cut[some], function.shown(cut[some]))
     return collected.tables(lead)
 
 
@@ -255,17 +255,17 @@ class _Function:
     grid: BlockGrid
     heads: int
 
-    def blocks(self, list_number: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    def blocks(self, lists: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """Find, some rows of the grid at a time, the blocks that show all their pairs, and those that may show some, of
-        one head of one batch element: number b * heads + h."""
+        `lists` heads: number b * heads + h is head h of batch element b."""
         grid = self.grid
         queries, keys = self.size
-        b, h = (torch.tensor(x, device=device) for x in divmod(list_number, self.heads))
         column = torch.arange(-(-keys // grid.k_block), device=device)
         key = self._range(column, grid.k_block, keys)
         rows = -(-queries // grid.q_block)
         at_once = max(1, _AT_ONCE // (16 * len(column)))
-        for start in range(0, rows, at_once):
+        for list_number, start in product(range(lists), range(0, rows, at_once)):
+            b, h = (torch.tensor(x, device=device) for x in divmod(list_number, self.heads))
             row = torch.arange(start, min(rows, start + at_once), device=device)[:, None]
             query = self._range(row, grid.q_block, queries)
             inside = ((row + 1) * grid.q_block <= queries) & ((column + 1) * grid.k_block <= keys)

@@ -7,11 +7,12 @@ not overlap, a comparison is decided for all pairs of the block, so that no pair
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Rule = Callable[..., "Range"]
 
@@ -193,23 +194,30 @@ def _where(condition: Range, a: Range, b: Range) -> Range:
 
 def _read(table: Any, index: Any) -> Range:
     """Return the range of a table's entries between the ends of a range; other indices are numbers."""
-    found = None
-    for part in index if isinstance(index, tuple) else (index,):
-        if not isinstance(part, Range):
-            table = table.select(0 if found is None else 1, int(part))
-        elif found is None:
-            found = part
-        else:
-            raise TypeError("a table is read at one range")
-    if found is None or table.ndim != 1 or table.dtype not in (torch.bool, torch.int32, torch.int64):
+    indices = index if isinstance(index, tuple) else (index,)
+    found = [x for x in indices if isinstance(x, Range)]
+    if len(found) != 1:
+        raise TypeError("a table is read at one range")
+    (at,) = found
+    numbers = tuple([None if x is at else int(x) for x in indices])
+    read = at.read.setdefault(table, {})
+    if numbers not in read:
+        row = table[tuple([slice(None) if x is None else x for x in numbers])]
+        read[numbers] = _read_row(row, at)
+    return read[numbers]
+
+
+def _read_row(table: Tensor, at: Range) -> Range:
+    """Return the range of the entries between the ends of a range, for a table of one dimension."""
+    if table.ndim != 1 or table.dtype not in (torch.bool, torch.int32, torch.int64):
         raise TypeError("a table of integers or booleans is read at one range")
-    first = int(found.low.min())
-    end = int(found.high.max()) + 1
+    first = int(at.low.min())
+    end = int(at.high.max()) + 1
     if first < 0 or end > len(table):
         raise IndexError("a range leaves the table")
 
     # Row x has the least and the greatest of 2^x entries: two runs of that many cover a range.
-    row = torch.frexp((found.high - found.low + 1).double())[1].long() - 1
+    row = torch.frexp((at.high - at.low + 1).double())[1].long() - 1
     rows = int(row.max()) + 1
     least = table[first:end].long().repeat(rows, 1)
     greatest = least.clone()
@@ -217,8 +225,8 @@ def _read(table: Any, index: Any) -> Range:
         apart = 1 << (x - 1)
         torch.minimum(least[x - 1, :-apart], least[x - 1, apart:], out=least[x, :-apart])
         torch.maximum(greatest[x - 1, :-apart], greatest[x - 1, apart:], out=greatest[x, :-apart])
-    start = found.low - first
-    last_run = found.high - first + 1 - (1 << row)
+    start = at.low - first
+    last_run = at.high - first + 1 - (1 << row)
     low = torch.minimum(least[row, start], least[row, last_run])
     high = torch.maximum(greatest[row, start], greatest[row, last_run])
     return Range(low.to(table.dtype), high.to(table.dtype))
@@ -270,6 +278,11 @@ class Range:
     @property
     def is_boolean(self) -> bool:
         return self.low.dtype == torch.bool
+
+    @cached_property
+    def read(self) -> WeakTensorKeyDictionary:
+        """Hold what `_read` found in each table: a layout reads the same table at the same keys for many queries."""
+        return WeakTensorKeyDictionary()
 
     def number(self) -> Range:
         if self.low.is_floating_point():
