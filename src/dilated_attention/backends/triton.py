@@ -48,17 +48,15 @@ class Rule:
         native: what the native backend does on a GPU for such a call; ends the message of `on_request`.
         least: by architecture, the least score entries times head_dim at which this backend is faster. None: choose it
             at any size, since native cannot compete.
-        right: the architectures on which such calls were right. None: `RIGHT`.
     """
 
     asks: str
     native: str
     least: Mapping[str, int] | None = None
-    right: frozenset[str] | None = None
 
 
 RULES = (
-    Rule("bias", "multiplies in chunks, and forms the bias of their pairs", right=frozenset()),
+    Rule("bias", "multiplies in chunks, and forms the bias of their pairs"),
     Rule("a block layout", "gathers keys in hundreds of calls: of 10 % random blocks of 128, 32,768 tokens, 16 heads of"
          " 128, 540 calls and 6.7 GB"),
     Rule("dropout_p", "multiplies in hundreds of chunks"),
@@ -69,8 +67,9 @@ RULES = (
 )  # fmt: skip
 """The rules for choosing this backend. The first rule whose `asks` is something that the call needs applies."""
 
-RIGHT = frozenset({"sm_90"})
-"""The architectures on which every row of `bench gpu --part 1` in results/ was right. None of its rows had a bias.
+RIGHT: Mapping[str, tuple[str, ...]] = {"sm_90": ("bias",)}
+"""The architectures on which every row of `bench gpu --part 1` in results/ was right, and what calls may need that no
+row had, as `Rule.asks` names it.
 
 Part 3 of such a file gives the values of `least` above: on an H200 those of a call of 256 tokens.
 """
@@ -109,12 +108,9 @@ def on_request(facts: Facts) -> str | None:
         return "only on request; a GPU is what it is for"
     here = architecture(facts.device)
     (rule, *_) = [rule for rule in RULES if not rule.asks or rule.asks in facts.needs]
-    right = rule.right
-    such = f" with a {rule.asks}"
-    if right is None:
-        right = RIGHT
-        such = ""
-    if here not in right:
+    unshown = rule.asks in RIGHT.get(here, ())
+    if unshown or here not in RIGHT:
+        such = f" with a {rule.asks}" if unshown else ""
         how = "`dilated-attention info --check` tells in a minute; then ask for it by name"
         return f"not shown right on {here} yet{such}: {how}. For this call native {rule.native}"
     if rule.least is None:
