@@ -83,6 +83,18 @@ def load_points(AT, rows, inside, origin, FORM: tl.constexpr, SIZES: tl.constexp
 
 
 @triton.jit
+def load_queries(PLACES, QUERY_AT, first, rows, inside, heads, FORM: tl.constexpr, SIZES: tl.constexpr,
+                 AXES: tl.constexpr):  # fmt: skip
+    """Return what a tile of queries at `rows`, of which `first` is the first, keeps through the loop over keys: its
+    places, where its rows lie, and the origin from which `load_points` counts; PLACES and QUERY_AT begin at the sample
+    and the head."""
+    first = first.to(tl.int64)
+    place = load_places(PLACES, first, rows, inside, heads, FORM, 1)
+    origin = load_origin(QUERY_AT, first, AXES)
+    return place, load_points(QUERY_AT, rows, inside, origin, FORM, SIZES, AXES, 1), origin
+
+
+@triton.jit
 def distance(queries, keys, FORM: tl.constexpr, AXES: tl.constexpr):
     """Return the distances of pairs of points, float32."""
     apart = tl.abs(keys[0] - queries[0])

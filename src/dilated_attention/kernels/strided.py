@@ -38,7 +38,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.kernels.biases import bias_of, collect, finish_sums, load_origin, load_places, load_points
+from dilated_attention.kernels.biases import (
+    bias_of,
+    collect,
+    finish_sums,
+    load_origin,
+    load_places,
+    load_points,
+    load_queries,
+)
 from dilated_attention.kernels.block_lists import locate_block, marked, read_list, tokens
 from dilated_attention.kernels.online import (
     attend,
@@ -191,12 +199,9 @@ def forward(Q, K, V, OUT, LSE, TILES, INDPTR, INDICES, BITS, SPLIT, HIDDEN, WQ, 
     if WQ is not None:
         a, w = load_pairs(WQ, stats, inside, BM)
     if BIAS is not None:
-        first = tl.load(T + 1).to(tl.int64)
-        place = load_places(PLACES + b * psb + n, first, token, inside, H * G, FORM, 1)
-        QUERY_AT += b * qab
+        place, queries_at, origin = load_queries(PLACES + b * psb + n, QUERY_AT + b * qab, tl.load(T + 1), token,
+                                                 inside, H * G, FORM, SIZES, AXES)  # fmt: skip
         KEY_AT += b * kab
-        origin = load_origin(QUERY_AT, first, AXES)
-        queries_at = load_points(QUERY_AT, token, inside, origin, FORM, SIZES, AXES, 1)
     m, z, acc = begin(OUT, LSE, stats * D, stats, d, inside, tl.load(T + 4), tl.load(T + 5), D, CHAIN)
     K += (b * ksb + h * ksh) * UNIT
     V += (b * vsb + h * vsh) * UNIT
@@ -260,12 +265,9 @@ def backward_dq(Q, K, V, DOUT, STATS, DQ, TILES, INDPTR, INDICES, BITS, SPLIT, H
     if WQ is not None:
         a, w = load_pairs(WQ, stats, inside, BM)
     if BIAS is not None:
-        first = tl.load(T + 1).to(tl.int64)
-        place = load_places(PLACES + b * psb + n, first, token, inside, H * G, FORM, 1)
-        QUERY_AT += b * qab
+        place, queries_at, origin = load_queries(PLACES + b * psb + n, QUERY_AT + b * qab, tl.load(T + 1), token,
+                                                 inside, H * G, FORM, SIZES, AXES)  # fmt: skip
         KEY_AT += b * kab
-        origin = load_origin(QUERY_AT, first, AXES)
-        queries_at = load_points(QUERY_AT, token, inside, origin, FORM, SIZES, AXES, 1)
     K += (b * ksb + h * ksh) * UNIT
     V += (b * vsb + h * vsh) * UNIT
     dq = tl.zeros([BM, DP], tl.float32)
