@@ -29,4 +29,4 @@ from dilated_attention.pictures import plot_places
 from dilated_attention.plan import Plan, Rows, StridedGroup, plan_dilated, progressions
 from dilated_attention.routing.indexer import tables_at
 from dilated_attention.scores import Scores
-from dilated_attention.torch_internals import flattened, hooked, in_autocast, require_when_run, without_overrides
+from dilated_attention.torch_internals import flattened, hooked, in_autocast, require_true, without_overrides

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed import DeviceMesh, ProcessGroup, Store
 
+from dilated_attention.errors import UnsupportedError
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
@@ -195,6 +197,15 @@ def require_when_run(condition: Tensor, message: str) -> None:
     """Raise a RuntimeError with this message unless `condition`, a single boolean tensor, is true: when the compiled
     graph runs, or when the device reaches this operation."""
     torch._assert_async(condition, message)
+
+
+def require_true(condition: Tensor, message: str) -> None:
+    """Raise UnsupportedError with this message unless `condition`, a single boolean tensor, is true. A compiled graph
+    raises RuntimeError instead, when it runs."""
+    if torch.compiler.is_compiling():
+        require_when_run(condition, message)
+    elif not of_all_elements(condition).all():
+        raise UnsupportedError(message)
 
 
 def group_named(name: str) -> ProcessGroup:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dilated_attention import BlockLayout, UnsupportedError, attention
 from dilated_attention.integrations.index_scores import IndexKeys, IndexMask
 from dilated_attention.integrations.own_attention import NAME, Chosen, Rows, Shown
-from dilated_attention.plumbing import attend_listed, require_when_run
+from dilated_attention.plumbing import attend_listed, require_true
 
 SCORES = 2**23
 """An indexer computes as many scores at once, over all index heads; of more it computes tiles. Lists are hidden as many
@@ -95,13 +95,8 @@ def _require_blocks_from_the_start(module: nn.Module, shown: Shown) -> None:
     )
     if shown.samples is not None:
         raise UnsupportedError(f"{message}packed samples")
-    if shown.hidden is None:
-        return
-    last = (shown.hidden[:, :-1] <= shown.hidden[:, 1:]).all()
-    if torch.compiler.is_compiling():
-        require_when_run(last, f"{message}padding before tokens")
-    elif not last:
-        raise UnsupportedError(f"{message}padding before tokens")
+    if shown.hidden is not None:
+        require_true((shown.hidden[:, :-1] <= shown.hidden[:, 1:]).all(), f"{message}padding before tokens")
 
 
 def attend_chosen(chosen: Chosen, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -79,7 +79,7 @@ from dilated_attention.integrations.positions import position_table, require_pos
 from dilated_attention.integrations.relative_biases import bias_of
 from dilated_attention.integrations.sharded_batches import shard_batch as shard_batch
 from dilated_attention.integrations.unpadding import unpad as unpad
-from dilated_attention.plumbing import as_autocast, checks, require_when_run, table
+from dilated_attention.plumbing import as_autocast, checks, require_true, table
 
 _OPTIONS = ("segment_lengths", "dilation_rates", "offsets", "head_groups", "backend", "layers")
 
@@ -813,7 +813,7 @@ def _over_tokens(mask: Mask, batch: int, queries: int, keys: int) -> Mask:
     hidden, traced = mask[:, 0, 0] < -1000, torch.compiler.is_compiling()
     readable = (mask[:, 0, 0].bool() == hidden).all()
     if traced:
-        require_when_run(readable, "attention_mask must hold 0 at real tokens, below -1,000 at padding")
+        require_true(readable, "attention_mask must hold 0 at real tokens, below -1,000 at padding")
     elif not readable:
         return mask
     hidden = hidden.expand(batch, -1)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dilated_attention import UnsupportedError
 from dilated_attention.integrations.own_attention import Shown
-from dilated_attention.plumbing import require_when_run
+from dilated_attention.plumbing import require_true
 
 WINDOWED = {"sliding_attention", "chunked_attention"}
 
@@ -92,13 +92,13 @@ def _require_whole(places: Tensor, keys: int, are_packed: bool) -> None:
     """Raise UnsupportedError unless positions, `(batch, queries)`, count on by 1 to the last of `keys` keys."""
     first = places[:, 0]
     past = keys - places.shape[1]
-    _require(
+    require_true(
         (first >= past).all() if past else (first == 0).all(),
         "position_ids do not begin at 0, the mask is None and there is no cache, as in a shard of a sequence, where "
         'earlier keys are missing: gather the sequence before the attention, or use attn_implementation="sdpa"',
     )
     if not are_packed:
-        _require(
+        require_true(
             (places.diff(dim=1) == 1).all(),
             "position_ids restart or jump, and the mask is None, so that packed samples or padding would be lost: "
             "give cu_seq_lens_q, or the mask that the model makes",
@@ -120,12 +120,14 @@ def with_samples(shown: Shown, batch: int, arguments: dict[str, Any]) -> Shown:
             jumps = places.diff(dim=1) != 1
             agree = (_edges(samples) == jumps) | ~jumps.any()
         if agree is not None:
-            _require(agree.all(), "cu_seq_lens_q must begin a sample wherever position_ids restart, and nowhere else")
+            require_true(
+                agree.all(), "cu_seq_lens_q must begin a sample wherever position_ids restart, and nowhere else"
+            )
         if shown.samples is None:
             shown = replace(shown, samples=samples)
     if numbers is not None and numbers.shape[1] == shown.queries:
         samples = torch.zeros_like(numbers) if shown.samples is None else shown.samples
-        _require(
+        require_true(
             (_edges(numbers) == _edges(samples)).all(),
             "seq_idx must change wherever the packed samples do, and nowhere else: give position_ids that restart with "
             "each sample, and use_cache=False",
@@ -153,13 +155,7 @@ def _numbered(shown: Shown, batch: int, bounds: Tensor, key_bounds: Tensor | Non
     right = right & torch.isin(place[:: shown.queries], bounds).all()  # a sample lies in one row
     if key_bounds is not None:
         right = right & (key_bounds == bounds).all()
-    _require(right, f"cu_seq_lens_q must rise from 0 to the {count} tokens of the batch, with each row's first token")
+    require_true(
+        right, f"cu_seq_lens_q must rise from 0 to the {count} tokens of the batch, with each row's first token"
+    )
     return torch.bucketize(place[:-1], bounds, right=True).view(batch, shown.queries)
-
-
-def _require(holds: Tensor, message: str) -> None:
-    """Raise UnsupportedError with this message unless `holds`, a single boolean, is true; in a graph, when it runs."""
-    if torch.compiler.is_compiling():
-        require_when_run(holds, message)
-    elif not holds:
-        raise UnsupportedError(message)

@@ -20,7 +20,7 @@ from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.mesh import held_mesh, mesh_size
 from dilated_attention.patterns import LayoutOfLength, Product, dilated, pattern_for
-from dilated_attention.torch_internals import of_all_elements, require_when_run
+from dilated_attention.torch_internals import require_true
 from dilated_attention.weights import attention_weights
 
 _MANY = 128
@@ -477,7 +477,7 @@ def _boolean(name: str, mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         return mask
     ignored = mask == -torch.inf
-    _require(
+    require_true(
         (ignored | (mask == 0)).all(), f"{name}: a floating mask may hold 0 and -inf only; give other numbers as bias="
     )
     return ignored
@@ -491,13 +491,5 @@ def _require_causal(attn_mask: Tensor, seq_len: int) -> None:
     if attn_mask.shape != (seq_len, seq_len):
         raise UnsupportedError(f"attn_mask of shape {tuple(attn_mask.shape)}, seq={seq_len}: {wanted}")
     future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=attn_mask.device).triu(1)
-    _require((_boolean("attn_mask", attn_mask) == future).all(), f"attn_mask: {wanted}")  # no size: a graph has symbols
-
-
-def _require(condition: Tensor, message: str) -> None:
-    """Raise UnsupportedError unless `condition`, a single boolean, is true. A compiled graph, when it runs, raises
-    RuntimeError instead."""
-    if torch.compiler.is_compiling():
-        require_when_run(condition, message)
-    elif not of_all_elements(condition).all():
-        raise UnsupportedError(message)
+    is_causal = (_boolean("attn_mask", attn_mask) == future).all()
+    require_true(is_causal, f"attn_mask: {wanted}")  # no size: a graph has symbols
