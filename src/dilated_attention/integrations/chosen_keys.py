@@ -165,6 +165,16 @@ def override(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.__dict__.setdefault("forward", forward)
 
 
+def hook(
+    module: nn.Module, before: Callable[..., Any], after: Callable[..., Any] | None = None, **options: Any
+) -> None:
+    """Register hooks to call before and after a module's forward, unless they are there. options: of the second."""
+    if before not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    if after is not None and after not in module._forward_hooks.values():
+        module.register_forward_hook(after, **options)
+
+
 _DEEPSEEK_FORM = "= F.relu(scores)", "update_indexer(k, self.layer_idx)", "index_scores.topk(topk, dim=-1).indices"
 """Code of indexers of DeepSeek's form."""
 

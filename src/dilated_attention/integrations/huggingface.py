@@ -47,6 +47,7 @@ from dilated_attention.integrations.chosen_keys import (
     as_listed,
     attend_chosen,
     chooses_keys,
+    hook,
     with_compressed,
 )
 from dilated_attention.integrations.generation_over_ranks import generate_over_ranks as generate_over_ranks
@@ -185,18 +186,14 @@ def _require_own_layers(model: PreTrainedModel) -> None:
     relative_biases.serve(model)
     options = getattr(model.config, NAME, None)
     if options is not None:
-        _require_no_cap(model)
-        _require_no_choice(model)
-        if not _keeps_windows(options):
-            _require_no_windows(model)
+        _require_dilatable(model, _keeps_windows(options))
         configs = [getattr(layer, "config", model.config) for layer in _attention_layers(model)]
         if configs and all(x is not model.config and getattr(x, NAME, None) is None for x in configs):
             raise UnsupportedError(
                 f"{type(model.config).__name__}.{NAME} reaches no attention layer: these read configurations of their "
                 "own, such as config.text_config; set it there, or call dilate(model) without it"
             )
-    if _refuse_probabilities not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_refuse_probabilities, with_kwargs=True)
+    hook(model, _refuse_probabilities)
 
 
 def _refuse_probabilities(model: nn.Module, _args: Any, given: dict[str, Any]) -> None:
@@ -254,10 +251,9 @@ def dilate(
 
     Examples:
         >>> from dilated_attention.integrations.huggingface import dilate
-        >>> from transformers import BertConfig, BertModel
-        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-        >>> config = BertConfig(vocab_size=100, **sizes)
-        >>> model = dilate(BertModel(config), segment_lengths=[16, 64], dilation_rates=[1, 4])
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> config = GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=4)
+        >>> model = dilate(GPT2Model(config), segment_lengths=[16, 64], dilation_rates=[1, 4])
         >>> model(torch.randint(100, (1, 80))).last_hidden_state.shape
         torch.Size([1, 80, 32])
     """
@@ -269,10 +265,7 @@ def dilate(
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         _require_interface(part)
-        _require_no_cap(part)
-        _require_no_choice(part)
-        if layers == "all":
-            _require_no_windows(part)
+        _require_dilatable(part, layers == "full")
         _require_heads(part, pattern)
     if _all_have_windows(_attention_layers(model)):
         raise ValueError(
@@ -290,8 +283,8 @@ def dilate(
             "layers": layers,
         }
     for module in model.modules():
-        if position_table(module) is not None and require_positions not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(require_positions, with_kwargs=True)
+        if position_table(module) is not None:
+            hook(module, require_positions)
     return model
 
 
@@ -322,11 +315,11 @@ def sparsify(
         >>> from functools import partial
         >>> from dilated_attention.integrations.huggingface import sparsify
         >>> from dilated_attention.routing import sampled_blocks
-        >>> from transformers import BertConfig, BertModel
-        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-        >>> config = BertConfig(vocab_size=100, attn_implementation="dilated_attention", **sizes)
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> sizes = {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 4}
+        >>> config = GPT2Config(**sizes, attn_implementation="dilated_attention")
         >>> selector = partial(sampled_blocks, density=0.5, block_size=16, lookahead=True)
-        >>> model = sparsify(BertModel(config), selector, first=64)
+        >>> model = sparsify(GPT2Model(config), selector, first=64)
         >>> model(torch.randint(100, (1, 80))).last_hidden_state.shape
         torch.Size([1, 80, 32])
     """
@@ -401,27 +394,24 @@ def _require_interface(part: PreTrainedModel) -> None:
         )
 
 
-def _require_no_cap(part: PreTrainedModel) -> None:
+def _require_dilatable(part: PreTrainedModel, keeps_windows: bool) -> None:
+    """Refuse a model with a part of its attention that a pattern would replace: a cap of scores, keys that it chooses,
+    or windows, unless the pattern's options keep these."""
+    name = type(part).__name__
     cap = getattr(part.config, "attn_logit_softcapping", None)
     if cap is not None:
         raise UnsupportedError(
-            f"{type(part).__name__} caps its scores (config.attn_logit_softcapping={cap}), and dilated attention does "
+            f"{name} caps its scores (config.attn_logit_softcapping={cap}), and dilated attention does "
             "not: weights that were trained with a cap need a model's own attention; choose a model without one"
         )
-
-
-def _require_no_choice(part: PreTrainedModel) -> None:
     if chooses_keys(part.config):
         raise UnsupportedError(
-            f"{type(part).__name__} chooses the keys of each query, which a dilated pattern would replace: use the "
+            f"{name} chooses the keys of each query, which a dilated pattern would replace: use the "
             f'model\'s own attention, attn_implementation="{NAME}" without a pattern'
         )
-
-
-def _require_no_windows(part: PreTrainedModel) -> None:
     found = windows(part.config)
-    if found:
-        raise UnsupportedError(f"{type(part).__name__} has {' and '.join(found)}: {_without_windows(part.config)}")
+    if found and not keeps_windows:
+        raise UnsupportedError(f"{name} has {' and '.join(found)}: {_without_windows(part.config)}")
 
 
 def _without_windows(config: Any) -> str:
@@ -478,10 +468,9 @@ def pattern_of(config: Any) -> tuple[Dilated, str]:
 
     Examples:
         >>> from dilated_attention.integrations.huggingface import dilate, pattern_of
-        >>> from transformers import BertConfig, BertModel
-        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-        >>> config = BertConfig(vocab_size=100, **sizes)
-        >>> model = dilate(BertModel(config), segment_lengths=[16, 64], dilation_rates=[1, 4])
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> config = GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=4)
+        >>> model = dilate(GPT2Model(config), segment_lengths=[16, 64], dilation_rates=[1, 4])
         >>> pattern, backend = pattern_of(model.config)
         >>> pattern.segment_lengths, backend
         ((16, 64), 'auto')
@@ -533,29 +522,26 @@ def visibility(
     options = getattr(config, NAME, None)
     shown: Shown | Refused | None = None
     sizes = q_length, kv_length, int(q_offset), kv_offset
-    if torch.compiler.is_compiling():
+    traced = torch.compiler.is_compiling()
+    if traced:
         shown = read_arguments(mask_function, local_size, config, attention_mask, kwargs)
         if shown is None and options is None:
             layout = layout_in_graph(batch_size, *sizes, mask_function, attention_mask, local_size, **kwargs)
             return _placed(Shown(False, pairs=lambda: layout), *sizes, None)
     # In a graph of a dilated model, what the arguments do not tell is refused below.
-    if shown is None and (options is None or local_size is not None or not torch.compiler.is_compiling()):
+    if shown is None and (local_size is not None or not traced):
         try:
             shown = read_mask(mask_function)
         except UnsupportedError as error:  # for the layer that is given it
             shown = Refused(error)
-    marked = None
-    if isinstance(shown, Shown):
-        marked = shown.blocks
-        shown = _placed(shown, *sizes, attention_mask)
     forward = over_ranks.active()
+    if isinstance(shown, Shown):
+        shown = _placed(shown, *sizes, attention_mask, keeps_blocks=forward is not None)
     unread = isinstance(shown, Refused) or (isinstance(shown, Shown) and shown.needs_pairs)
     if unread and options is None and forward is None:
         make = partial(layout_of_function, mask_function, batch_size, *sizes, kwargs.get("device"))
         shown = _placed(Shown(False, pairs=make), *sizes, attention_mask)
     if isinstance(shown, Shown):
-        if forward is not None and marked is not None:  # on another rank a query may lie in a block
-            shown = replace(shown, blocks=marked)
         skips = type(config) not in WITH_CONVOLUTIONS
         shown = replace(shown, skips_padding=skips, device=kwargs.get("device"))
         if forward is not None:
@@ -593,14 +579,18 @@ def _is_own(options: Any, mask: Mask) -> bool:
     return local and _keeps_windows(options)
 
 
-def _placed(shown: Shown, queries: int, keys: int, q_start: int, k_start: int, mask: Tensor | None) -> Shown:
+def _placed(
+    shown: Shown, queries: int, keys: int, q_start: int, k_start: int, mask: Tensor | None, keeps_blocks: bool = False
+) -> Shown:
     """Return what a mask shows, together with the positions of its queries and keys, and the keys that are padding.
 
     queries, keys: their number. mask: `(batch, positions)` from position 0 on, true at real tokens; None: no padding.
+    keeps_blocks: keep blocks in which no query lies, since one of another rank may.
     """
-    hidden, blocks = None, shown.blocks
-    if blocks is not None and (blocks[:, q_start : q_start + queries] < 0).all():  # a text without images, a new token
-        blocks = None
+    hidden = None
+    blocks = shown.blocks
+    if blocks is not None and not keeps_blocks and (blocks[:, q_start : q_start + queries] < 0).all():
+        blocks = None  # a text without images, a new token
     if mask is not None:
         real = nn.functional.pad(mask.bool(), (0, max(0, k_start + keys - mask.shape[1])))[:, k_start : k_start + keys]
         if torch.compiler.is_compiling() or not real.all():
@@ -619,12 +609,12 @@ def report(model: nn.Module) -> str:
 
     Examples:
         >>> from dilated_attention.integrations.huggingface import report
-        >>> from transformers import BertConfig, BertModel
-        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-        >>> config = BertConfig(vocab_size=100, attn_implementation="dilated_attention", **sizes)
-        >>> model = BertModel(config)
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> sizes = {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 4}
+        >>> config = GPT2Config(**sizes, attn_implementation="dilated_attention")
+        >>> model = GPT2Model(config)
         >>> _ = model(torch.randint(100, (1, 80)))
-        >>> report(model).startswith("encoder.layer.0.attention.self: bidirectional, all keys")
+        >>> report(model).startswith("h.0.attn: causal, all keys")
         True
     """
     lines = [f"{name}: {_REPORTED[module]}" for name, module in model.named_modules() if module in _REPORTED]

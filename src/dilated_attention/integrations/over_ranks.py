@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,16 +27,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilated_attention import UnsupportedError
+from dilated_attention.integrations.chosen_keys import hook
 from dilated_attention.integrations.forward_over_ranks import LAYER, Forward, OverRanks, Past
 from dilated_attention.integrations.forward_over_ranks import layer_name as layer_name
 from dilated_attention.integrations.locality import ACTIVE, TOKEN_TYPES, accepts, probed
 from dilated_attention.integrations.locality import active as active
-from dilated_attention.integrations.own_attention import Shown
+from dilated_attention.integrations.own_attention import NAME, Shown
 from dilated_attention.integrations.positions import position_table
 from dilated_attention.integrations.sharded_batches import NOT_SHIFTED, SHIFTED, GlobalLoss
 from dilated_attention.plumbing import Link, Mesh, balanced_bounds, checks, held_mesh
-
-NAME = "dilated_attention"
 
 _OVER = "_over_ranks"
 """The attribute in which a model holds its `OverRanks`."""
@@ -86,21 +85,17 @@ def set_over_ranks(
     for module, name in found.layers.items():
         module.__dict__[LAYER] = name
         if "get_seq_length" in inspect.getsource(type(module).forward):
-            _hook(module, _give_past)
+            hook(module, _give_past)
     for module in found.indexers:
         module.__dict__[LAYER] = found.names[module]
     for module in model.modules():
         if "Rotary" in type(module).__name__:
-            _hook(module, _extend)
-            if _cut not in module._forward_hooks.values():
-                module.register_forward_hook(_cut)
+            hook(module, _extend, _cut)
     for part in parts:
         part.__dict__[_OVER] = over
         if not any(module in found.layers for module in part.modules()):
             continue  # an encoder of images: each rank runs it on all of them
-        _hook(part, _enter)
-        if _leave not in part._forward_hooks.values():
-            part.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+        hook(part, _enter, _leave, with_kwargs=True, always_call=True)
         kind = getattr(part, "loss_type", None)
         if kind in SHIFTED | NOT_SHIFTED and "_loss_function" not in part.__dict__:
             part.__dict__["_loss_function"] = GlobalLoss(held, kind in SHIFTED)
@@ -123,11 +118,6 @@ def ranks_of(model: nn.Module) -> OverRanks | None:
         if over is not None:
             return over
     return None
-
-
-def _hook(module: nn.Module, hook: Callable[..., Any]) -> None:
-    if hook not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _enter(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:

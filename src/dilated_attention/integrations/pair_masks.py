@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 from dilated_attention import BlockLayout, UnsupportedError
+from dilated_attention.integrations.own_attention import REMEDY
 from dilated_attention.plumbing import name_of, plan_layout
 
 BLOCK = 64
-REMEDY = 'load the model with attn_implementation="sdpa"'
 
 
 def layout_of_function(
