@@ -7,17 +7,12 @@ merged. All ranks compute everything else of a new token alike. Its keys go to t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
 from dilated_attention import UnsupportedError, attention, merge
 from dilated_attention.integrations.forward_over_ranks import Keys, OverRanks, layer_name
@@ -25,6 +20,7 @@ from dilated_attention.integrations.locality import ACTIVE
 from dilated_attention.integrations.over_ranks import ranks_of
 from dilated_attention.integrations.own_attention import Shown, pattern_of_shown
 from dilated_attention.integrations.sharded_batches import shard_batch
+from dilated_attention.models import sample
 from dilated_attention.plumbing import checks, from_rank, require_same
 
 
@@ -103,7 +99,7 @@ def generate_over_ranks(
     Args:
         input_ids: `(batch, seq)`, prompts of one length, without padding.
         do_sample: draw tokens, on the first rank; False: take the most likely ones.
-        temperature, top_k, top_p: as in transformers' `generate`.
+        temperature, top_k, top_p: as in transformers' `generate`, see `models.sample`.
         eos_token_id: the token that ends a sample; it is repeated until all samples have ended.
         generator: the generator of the first rank.
 
@@ -123,28 +119,19 @@ def generate_over_ranks(
             "generation of a model that chooses its keys over a mesh is not supported; leave the mesh out"
         )
     max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 0)
-    warpers: Any = LogitsProcessorList()
-    if do_sample:
-        warpers.append(TemperatureLogitsWarper(float(temperature)))
-        if top_k is not None:
-            warpers.append(TopKLogitsWarper(top_k))
-        if top_p is not None:
-            warpers.append(TopPLogitsWarper(top_p))
     require_same("generate_over_ranks", over.mesh, input_ids, max_new_tokens=max_new_tokens, do_sample=do_sample)
     if not max_new_tokens:
         return input_ids
 
+    if not do_sample:
+        temperature = 0.0
+    draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
     logits, prompt = _read(model, over, input_ids)
     newest: dict[nn.Module, Keys] = {}
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     tokens = input_ids
     while True:
-        if do_sample:
-            chances = warpers(tokens, logits.float()).softmax(-1)
-            chosen = torch.multinomial(chances, 1, generator=generator)[:, 0]
-        else:
-            chosen = logits.argmax(-1)
-        chosen = from_rank(0, chosen, over.mesh)
+        chosen = from_rank(0, draw(logits), over.mesh)
         if eos_token_id is not None:
             chosen = chosen.masked_fill(ended, eos_token_id)
             ended |= chosen == eos_token_id

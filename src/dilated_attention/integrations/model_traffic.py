@@ -4,13 +4,14 @@ configuration alone."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dilated_attention import Dilated, UnsupportedError, Window
+from dilated_attention.integrations.layer_masks import windows
 from dilated_attention.integrations.own_attention import Shown, pattern_of_shown
 from dilated_attention.parallel import ExchangePlan
 from dilated_attention.parallel import exchange_plan as plan_of_call
@@ -137,8 +138,7 @@ def _kinds(config: Any) -> list[str]:
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return list(kinds)
-    is_sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return ["sliding_attention" if is_sliding else "full_attention"] * config.num_hidden_layers
+    return ["sliding_attention" if windows(config) else "full_attention"] * config.num_hidden_layers
 
 
 def _pattern(config: Any, kind: str, seq_len: int, is_causal: bool) -> Dilated | Window:
@@ -149,9 +149,9 @@ def _pattern(config: Any, kind: str, seq_len: int, is_causal: bool) -> Dilated |
         return Dilated(options["segment_lengths"], options["dilation_rates"], **given)
     shown = Shown(is_causal, queries=seq_len, keys=seq_len)
     if kind == "sliding_attention":
-        shown = Shown(is_causal, window=config.sliding_window, queries=seq_len, keys=seq_len)
+        shown = replace(shown, window=config.sliding_window)
     elif kind == "chunked_attention":
-        shown = Shown(is_causal, chunk=config.attention_chunk_size, queries=seq_len, keys=seq_len)
+        shown = replace(shown, chunk=config.attention_chunk_size)
     elif kind != "full_attention":
         raise UnsupportedError(
             f"{type(config).__name__} has layers of kind {kind}, whose traffic the configuration alone does not tell"
