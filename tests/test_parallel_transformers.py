@@ -493,7 +493,7 @@ def bytes_moved() -> list[tuple[int, int, int]]:
         return out
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(forward_over_ranks, "attention", counted)
+        patch.setattr(forward_over_ranks, "attended", counted)
         model(**shard_batch(batch_of("right"), mesh))
     return found
 

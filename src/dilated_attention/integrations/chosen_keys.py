@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilated_attention import BlockLayout, UnsupportedError, attention
+from dilated_attention import BlockLayout, UnsupportedError
 from dilated_attention.integrations.index_scores import IndexKeys, IndexMask
-from dilated_attention.integrations.own_attention import NAME, Chosen, Rows, Shown
+from dilated_attention.integrations.own_attention import NAME, Chosen, Rows, Shown, attended
 from dilated_attention.plumbing import attend_listed, require_true
 
 SCORES = 2**23
@@ -113,9 +113,7 @@ def attend_chosen(chosen: Chosen, q: Tensor, k: Tensor, v: Tensor, **options: An
     if not (shown.is_causal and shown.is_plain and from_the_start):
         return attend_listed(q, k, v, _tokens(lists, shown, chosen.size), **options)
     layout = BlockLayout.from_topk(lists, (1, chosen.size), seq_len=shown.keys, is_causal=True)
-    out = attention(q, k, v, layout, is_causal=True, key_padding_mask=shown.hidden, **options)
-    assert isinstance(out, Tensor)
-    return out
+    return attended(q, k, v, layout, is_causal=True, key_padding_mask=shown.hidden, **options)
 
 
 def _for_heads(lists: Tensor, heads: int, kv_heads: int) -> Tensor:
@@ -181,17 +179,16 @@ _DEEPSEEK_FORM = "= F.relu(scores)", "update_indexer(k, self.layer_idx)", "index
 
 def _lists_in_a_mask(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the lists of which a GLM5-Next layer makes its mask over pairs."""
-    theirs = partial(type(layer).build_attention_mask_from_topk, layer)
+    theirs, given = bound(layer, "build_attention_mask_from_topk", args, kwargs)
     if layer.config._attn_implementation != NAME:
-        return theirs(*args, **kwargs)
-    given = inspect.signature(theirs).bind(*args, **kwargs).arguments
+        return theirs(**given)
     indices = given["topk_indices"]
     return Chosen(indices.masked_fill(indices >= given["kv_length"], -1)[:, None])
 
 
 def _lists_of_selected(indexer: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the lists of which a Qwen4 indexer makes its mask over pairs, as `Chosen`."""
-    theirs, given = _bound(indexer, args, kwargs)
+    theirs, given = bound(indexer, "forward", args, kwargs)
     shown = given["attention_mask"]
     if not isinstance(shown, Shown):
         return theirs(**given)
@@ -345,7 +342,7 @@ def _lists_of_topk(indexer: Any, *args: Any, **kwargs: Any) -> Any:
     Where it has few scores, it computes them as it does in transformers. Otherwise its forward gets `IndexKeys`, which
     computes tiles of them. The lists are the same but for scores that are equal, or round otherwise.
     """
-    theirs, given = _bound(indexer, args, kwargs)
+    theirs, given = bound(indexer, "forward", args, kwargs)
     rows = given["attention_mask"]
     if not isinstance(rows, Rows):
         return theirs(**given)
@@ -380,9 +377,9 @@ def _cache_name(given: dict[str, Any]) -> str:
     return "cache" if "cache" in given else "past_key_values"
 
 
-def _bound(indexer: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the forward of an indexer's class, and its arguments by name."""
-    theirs = partial(type(indexer).forward, indexer)
-    bound = inspect.signature(theirs).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return theirs, bound.arguments
+def bound(layer: Any, method: str, args: Any, kwargs: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return a method as a layer's class has it, and its arguments by name."""
+    theirs = partial(getattr(type(layer), method), layer)
+    given = inspect.signature(theirs).bind(*args, **kwargs)
+    given.apply_defaults()
+    return theirs, given.arguments

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from transformers import masking_utils
 
-from dilated_attention import BlockLayout, Dilated, UnsupportedError, attention
+from dilated_attention import BlockLayout, Dilated, UnsupportedError
 from dilated_attention.integrations.chosen_keys import attend_chosen, that_are_shown
-from dilated_attention.integrations.own_attention import Chosen, Shown, pattern_of_shown
+from dilated_attention.integrations.own_attention import Chosen, Shown, attended, pattern_of_shown
 from dilated_attention.integrations.pair_masks import BLOCK
 from dilated_attention.plumbing import Link, context_group, fetch_listed, link_of
 
@@ -172,7 +172,7 @@ class Forward:
         indices: the keys that each query of this shard lists, as in `chosen_keys.as_listed`; None: no lists.
         """
         if shown.pairs is not None:
-            return _out(attention(q, k, v, shown.layout, **options, **self._options(layer)))
+            return attended(q, k, v, shown.layout, **options, **self._options(layer))
         if indices is not None and indices.shape[2] < self.seq_len:
             return self._attend_listed(shown, indices, q, k, v, layer, options)
         if self.over.kept is not None:
@@ -188,14 +188,14 @@ class Forward:
         pattern, _ = pattern_of_shown(whole, 0, self.seq_len)
         edges = self._edges(shown)
         if edges is None:
-            return _out(attention(q, k, v, pattern, key_padding_mask=hidden, **options))
+            return attended(q, k, v, pattern, key_padding_mask=hidden, **options)
         parts = []
         for i, of_row in enumerate(edges):
             row = slice(i, i + 1)
             mask = None if hidden is None else hidden[row]
             bounds = torch.tensor(of_row)
-            part = attention(q[row], k[row], v[row], pattern, cu_seqlens=bounds, key_padding_mask=mask, **options)
-            parts.append(_out(part))
+            part = attended(q[row], k[row], v[row], pattern, cu_seqlens=bounds, key_padding_mask=mask, **options)
+            parts.append(part)
         return torch.cat(parts)
 
     def _attend_listed(
@@ -238,7 +238,7 @@ class Forward:
         """Return dilated attention of this rank's shard of q, k and v."""
         lengths = None if self.hidden is None else (~self.hidden).sum(1)
         options |= self._options(layer) | {"is_causal": shown.is_causal, "lengths": lengths}
-        return _out(attention(q, k, v, pattern, **options))
+        return attended(q, k, v, pattern, **options)
 
     def _options(self, layer: nn.Module) -> dict[str, Any]:
         name = layer_name(layer) or type(layer).__name__
@@ -265,11 +265,6 @@ class Forward:
         if not any(first):
             return None
         return [sorted({0, token, self.seq_len}) for token in first]
-
-
-def _out(found: Any) -> Tensor:
-    assert isinstance(found, Tensor)
-    return found
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from dilated_attention import Dilated, UnsupportedError, attention
+from dilated_attention import Dilated, UnsupportedError
 from dilated_attention.decoding import cached_attention
 from dilated_attention.integrations import chosen_keys, over_ranks, relative_biases
 from dilated_attention.integrations.chosen_blocks import ChosenBlocks, Selector
@@ -68,6 +68,7 @@ from dilated_attention.integrations.own_attention import (
     Refused,
     Shown,
     attend,
+    attended,
     is_for_operator,
     permuted,
     read_arguments,
@@ -717,8 +718,7 @@ def _attend_dilated(
         )
     if order is not None:
         q, k, v = (permuted(x, order) for x in (q, k, v))
-    out = attention(q, k, v, pattern, is_causal=shown.is_causal, lengths=lengths, **given)
-    assert isinstance(out, Tensor)
+    out = attended(q, k, v, pattern, is_causal=shown.is_causal, lengths=lengths, **given)
     return out if order is None else permuted(out, order.argsort(1))
 
 

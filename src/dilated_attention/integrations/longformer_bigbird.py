@@ -20,7 +20,8 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-from dilated_attention import BlockLayout, Dilated, Sum, UnsupportedError, Window, attention
+from dilated_attention import BlockLayout, Dilated, Sum, UnsupportedError, Window
+from dilated_attention.integrations.own_attention import attended
 
 
 def replace_attention(model: nn.Module) -> list[str]:
@@ -89,13 +90,12 @@ class _WindowAndGlobals(LongformerSelfAttention):
         k, v = (torch.cat([_taken(x, place), x], 1) for x in (k, v))
         hidden = torch.cat([missing, masked | is_global], 1)
         pattern = Window(side, side, leading=most)
-        out = attention(q, k, v, pattern, key_padding_mask=hidden, dropout_p=dropout_p, q_start=most, k_start=0)
-        assert isinstance(out, Tensor)
+        out = attended(q, k, v, pattern, key_padding_mask=hidden, dropout_p=dropout_p, q_start=most, k_start=0)
         if most:
             q = heads(self.query_global, _taken(hidden_states, place))
             k, v = (heads(project, hidden_states) for project in (self.key_global, self.value_global))
             every = Dilated((seq_len,), (1,))
-            of_globals = attention(q, k, v, every, key_padding_mask=masked, dropout_p=dropout_p, q_start=0, k_start=0)
+            of_globals = attended(q, k, v, every, key_padding_mask=masked, dropout_p=dropout_p, q_start=0, k_start=0)
             samples = torch.arange(len(q), device=q.device)[:, None].expand_as(place)
             out = out.index_put((samples[~missing], place[~missing]), of_globals[~missing])
         return (out.masked_fill(masked[..., None, None], 0.0).flatten(2),)
@@ -125,8 +125,7 @@ class _Blocks(BigBirdBlockSparseAttention):
             project(hidden_states).unflatten(-1, (self.num_attention_heads, self.attention_head_size))
             for project in (self.query, self.key, self.value)
         )
-        out = attention(q, k, v, _blocks(self, q.shape[1], q.device), key_padding_mask=to_mask[:, 0, 0] == 0)
-        assert isinstance(out, Tensor)
+        out = attended(q, k, v, _blocks(self, q.shape[1], q.device), key_padding_mask=to_mask[:, 0, 0] == 0)
         return (out * from_mask.transpose(1, 2)).flatten(2), None
 
 

@@ -239,9 +239,8 @@ class Shown(NotATensor):
     def needs_pairs(self) -> bool:
         """Return whether `attend` does not compute what the fields say: blocks of tokens, or packed samples that have
         padding or a cache."""
-        if self.samples is None:
-            return self.blocks is not None
-        return self.blocks is not None or self.hidden is not None or self.queries != self.keys
+        is_whole = self.hidden is None and self.queries == self.keys
+        return self.blocks is not None or (self.samples is not None and not is_whole)
 
     @derived
     def layout(self) -> BlockLayout:
@@ -468,9 +467,7 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     if shown.pairs is not None:
         if bias is not None and not isinstance(bias, Tensor) and shown.q_start != shown.k_start:
             raise UnsupportedError(f"position_bias with a mask over pairs and a cache: {REMEDY}")
-        out = attention(q, k, v, shown.layout, q_start=0, k_start=0, key_padding_mask=shown.hidden, **options)
-        assert isinstance(out, Tensor)
-        return out
+        return attended(q, k, v, shown.layout, q_start=0, k_start=0, key_padding_mask=shown.hidden, **options)
     if shown.chunk is not None and shown.first_tokens is not None:
         if torch.compiler.is_compiling():  # then values cannot be looked at
             return _attend_aligned(shown, q, k, v, options)
@@ -491,9 +488,14 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     else:
         hidden = None if shown.hidden is None else shown.hidden[:, seen]
         options |= {"key_padding_mask": hidden, "q_start": shown.q_start - origin, "k_start": start - origin}
-    found = attention(q, k, v, pattern, is_causal=shown.is_causal, **options)
-    assert isinstance(found, Tensor)
-    return found
+    return attended(q, k, v, pattern, is_causal=shown.is_causal, **options)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, pattern: Any, **options: Any) -> Tensor:
+    """Return what `attention` does without return_lse, out alone."""
+    out = attention(q, k, v, pattern, **options)
+    assert isinstance(out, Tensor)
+    return out
 
 
 LEAST_SAVED = 16 << 20
@@ -601,8 +603,7 @@ def _attend_packed(shown: Shown, q: Tensor, k: Tensor, v: Tensor, options: dict[
     cu_seqlens = torch.cat([edges, edges.new_tensor([samples.numel()])])
     pattern, _ = pattern_of_shown(replace(shown, chunk=None), 0, shown.keys)
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = attention(q, k, v, pattern, is_causal=shown.is_causal, cu_seqlens=cu_seqlens, **options)
-    assert isinstance(out, Tensor)
+    out = attended(q, k, v, pattern, is_causal=shown.is_causal, cu_seqlens=cu_seqlens, **options)
     return out.view(*samples.shape, *out.shape[2:])
 
 

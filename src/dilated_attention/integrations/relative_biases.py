@@ -11,7 +11,6 @@ attention the last dimension then says what it is (`bias_of`):
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention.bias import QueryBias, RelativeBias
-from dilated_attention.integrations.chosen_keys import override, source_of
+from dilated_attention.integrations.chosen_keys import bound, override, source_of
 from dilated_attention.integrations.locality import active
 from dilated_attention.integrations.own_attention import NAME
 
@@ -41,13 +40,11 @@ def serve(model: nn.Module) -> None:
 
 def _by_difference(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return the bias of one query in the middle of as many keys as there are differences of positions."""
-    theirs = partial(type(layer).compute_bias, layer)
-    given = inspect.signature(theirs).bind(*args, **kwargs)
-    given.apply_defaults()
-    queries, keys, device, _past = given.arguments.values()
+    theirs, given = bound(layer, "compute_bias", args, kwargs)
+    queries, keys, device, _past = given.values()
     over_ranks = active()
     if layer.config._attn_implementation != NAME or (queries == 1 and over_ranks is None):
-        return theirs(*args, **kwargs)
+        return theirs(**given)
     if over_ranks is not None:  # the keys are those of a shard
         keys = over_ranks.seq_len
     extent = keys - 1
