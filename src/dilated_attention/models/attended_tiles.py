@@ -110,12 +110,8 @@ def tile_attention(
         tiles, coords, lengths, global_pool: the same arguments as for the encoder's forward.
 
     Examples:
-        >>> from dilated_attention import Dilated
         >>> from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongNetConfig, tile_attention
-        >>> pattern = Dilated([16, 64], [1, 4])
-        >>> encoder = LongNetConfig(
-        ...     vocab_size=None, positions=None, embed_dim=32, num_layers=2, num_heads=4, pattern=pattern
-        ... )
+        >>> encoder = LongNetConfig(vocab_size=None, positions=None, embed_dim=32, num_layers=2)
         >>> model = GigaPathSlideEncoder(GigaPathConfig(in_chans=12, slide_ngrids=40, encoder=encoder)).eval()
         >>> tiles, coords = torch.randn(1, 90, 12), torch.randint(40 * 256, (1, 90, 2))
         >>> tile_attention(model, tiles, coords).heads.shape  # (slides, layers, heads, tiles)

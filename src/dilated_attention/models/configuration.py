@@ -417,3 +417,19 @@ class LongNetConfig(Configuration):
             return None
         scale_base = float(self.xpos_scale_base) if self.positions == "xpos" else None
         return Rotary(self.head_dim, float(self.rope_base), scale_base)
+
+
+def released_encoder(embed_dim: int, num_layers: int, pattern: Dilated, *, final_norm: bool = True) -> LongNetConfig:
+    """Return the configuration of an encoder as torchscale released them: 16 heads over vectors without positions."""
+    return LongNetConfig(
+        vocab_size=None,
+        embed_dim=embed_dim,
+        num_layers=num_layers,
+        num_heads=16,
+        pattern=pattern,
+        positions=None,
+        sub_ln=True,
+        bias=True,
+        final_norm=final_norm,
+        compat="torchscale",
+    )

@@ -14,11 +14,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dilated_attention import Dilated
-from dilated_attention.models.configuration import Configuration, LongNetConfig, require_integers, require_number
+from dilated_attention.models.configuration import (
+    Configuration,
+    LongNetConfig,
+    released_encoder,
+    require_integers,
+    require_number,
+)
 from dilated_attention.models.longnet import LongNetEncoder
 from dilated_attention.models.packing import checked_lengths, padded, require_like, warn_of_layout, within
-from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.models.stack import require_one_device
+from dilated_attention.models.stack import Pooling
 from dilated_attention.nn import grid_sines
 from dilated_attention.plumbing import checks
 
@@ -37,20 +42,6 @@ _FEWEST_ON_A_GRID = 16
 PATTERN = Dilated((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), "head_block")
 """The branches of the published weights. The five segment lengths run from 1,024 to 1,024 x 1,024 tiles in equal
 ratios."""
-
-
-def _encoder(embed_dim: int, num_layers: int) -> LongNetConfig:
-    return LongNetConfig(
-        vocab_size=None,
-        embed_dim=embed_dim,
-        num_layers=num_layers,
-        num_heads=16,
-        pattern=PATTERN,
-        positions=None,
-        sub_ln=True,
-        bias=True,
-        compat="torchscale",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +67,9 @@ class GigaPathConfig(Configuration):
 
     nested: ClassVar[Mapping[str, Any]] = {"encoder": LongNetConfig}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "gigapath-12l768d": {"encoder": _encoder(768, 12)},
-        "gigapath-24l1024d": {"encoder": _encoder(1024, 24)},
-        "gigapath-12l1536d": {"encoder": _encoder(1536, 12)},
+        "gigapath-12l768d": {"encoder": released_encoder(768, 12, PATTERN)},
+        "gigapath-24l1024d": {"encoder": released_encoder(1024, 24, PATTERN)},
+        "gigapath-12l1536d": {"encoder": released_encoder(1536, 12, PATTERN)},
     }
 
     in_chans: int = 1536
@@ -86,7 +77,7 @@ class GigaPathConfig(Configuration):
     tile_size: int = 256
     global_pool: bool = False
     norm_eps: float = 1e-6
-    encoder: LongNetConfig = field(default=_encoder(768, 12))
+    encoder: LongNetConfig = field(default=released_encoder(768, 12, PATTERN))
 
     def __post_init__(self) -> None:
         require_integers(self, "in_chans", "slide_ngrids", "tile_size")
@@ -101,7 +92,7 @@ class GigaPathConfig(Configuration):
             )
 
 
-class GigaPathSlideEncoder(Pretrained):
+class GigaPathSlideEncoder(Pooling):
     """Encode a slide as one embedding: run LongNet over [cls, W x + b + grid sines], then apply a LayerNorm.
 
     The embedding is made from the cls token, or with global_pool from the mean over tiles.
@@ -112,12 +103,8 @@ class GigaPathSlideEncoder(Pretrained):
     `load_gigapath` loads the published weights.
 
     Examples:
-        >>> from dilated_attention import Dilated
         >>> from dilated_attention.models import GigaPathConfig, GigaPathSlideEncoder, LongNetConfig
-        >>> pattern = Dilated([16, 64], [1, 4])
-        >>> encoder = LongNetConfig(
-        ...     vocab_size=None, positions=None, embed_dim=32, num_layers=2, num_heads=4, pattern=pattern
-        ... )
+        >>> encoder = LongNetConfig(vocab_size=None, positions=None, embed_dim=32, num_layers=2)
         >>> model = GigaPathSlideEncoder(GigaPathConfig(in_chans=12, slide_ngrids=40, encoder=encoder)).eval()
         >>> tiles, coords = torch.randn(1, 90, 12), torch.randint(40 * 256, (1, 90, 2))
         >>> model(tiles, coords).shape  # one embedding per slide
@@ -141,10 +128,6 @@ class GigaPathSlideEncoder(Pretrained):
         nn.init.xavier_uniform_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
         nn.init.normal_(self.cls, std=0.02)
-
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refuse a mesh: the cls token and the mean belong to a whole slide, and a shard holds only a part of it."""
-        require_one_device(self, mesh)
 
     def forward(
         self,
@@ -197,7 +180,7 @@ class GigaPathSlideEncoder(Pretrained):
 
         first_only: return the states of the cls tokens only, `(1, slides, embed_dim)`.
         """
-        require_one_device(self, self.encoder.mesh)
+        self.set_context_parallel(self.encoder.mesh)
         rows, counts = self.embed(x, coords, lengths)
         edges = [0, *accumulate([count + 1 for count in counts])]
         states = self.encoder(rows, cu_seqlens=edges, all_layers=all_layers, first_only=first_only)

@@ -13,11 +13,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dilated_attention import Dilated
-from dilated_attention.models.configuration import Configuration, LongNetConfig, require_integers, require_number
+from dilated_attention.models.configuration import (
+    Configuration,
+    LongNetConfig,
+    released_encoder,
+    require_integers,
+    require_number,
+)
 from dilated_attention.models.longnet import LongNetEncoder
 from dilated_attention.models.packing import require_like
-from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.models.stack import require_one_device
+from dilated_attention.models.stack import Pooling
 
 RATES = (1, 2, 4, 8, 16)
 SEGMENTS = {
@@ -31,18 +36,8 @@ SEGMENTS = {
 
 
 def _encoder(image_size: int) -> LongNetConfig:
-    return LongNetConfig(
-        vocab_size=None,
-        embed_dim=384,
-        num_layers=12,
-        num_heads=16,
-        pattern=Dilated(SEGMENTS[image_size], RATES, "head_block"),
-        positions=None,
-        sub_ln=True,
-        bias=True,
-        final_norm=False,
-        compat="torchscale",
-    )
+    pattern = Dilated(SEGMENTS[image_size], RATES, "head_block")
+    return released_encoder(384, 12, pattern, final_norm=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +79,7 @@ class LongViTConfig(Configuration):
             raise ValueError(f"encoder={self.encoder!r}: must be a LongNetConfig with vocab_size=None")
 
 
-class LongViT(Pretrained):
+class LongViT(Pooling):
     """Encode images with a vision transformer whose attention is LongNet's, and classify them if it has a classifier.
 
     forward takes images `(batch, in_chans, rows, columns)` and returns the states of the patches, row by row,
@@ -95,12 +90,8 @@ class LongViT(Pretrained):
     released code. The sides of an image must be multiples of the patch size.
 
     Examples:
-        >>> from dilated_attention import Dilated
         >>> from dilated_attention.models import LongNetConfig, LongViT, LongViTConfig
-        >>> pattern = Dilated([16, 64], [1, 4])
-        >>> encoder = LongNetConfig(
-        ...     vocab_size=None, positions=None, embed_dim=32, num_layers=2, num_heads=4, pattern=pattern
-        ... )
+        >>> encoder = LongNetConfig(vocab_size=None, positions=None, embed_dim=32, num_layers=2)
         >>> model = LongViT(LongViTConfig(image_size=64, patch_size=8, num_classes=5, encoder=encoder))
         >>> model(torch.randn(1, 3, 64, 64)).shape
         torch.Size([1, 5])
@@ -127,14 +118,9 @@ class LongViT(Pretrained):
     def _draw(self) -> None:
         nn.init.trunc_normal_(self.positions, std=0.02)
 
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refuse a mesh: patches, positions and the mean belong to a whole image,
-        and a shard holds only a part of it."""
-        require_one_device(self, mesh)
-
     def forward(self, images: Float[Tensor, "batch in_chans rows columns"]) -> Tensor:
         config = self.config
-        require_one_device(self, self.encoder.mesh)
+        self.set_context_parallel(self.encoder.mesh)
         require_like(self.positions, images=images)
         if (
             images.dim() != 4

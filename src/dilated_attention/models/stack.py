@@ -30,19 +30,6 @@ from dilated_attention.parallel import sequence_range
 from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, dtype_of_products, held_mesh, mesh_size
 
 
-def require_one_device(model: nn.Module, mesh: Any) -> None:
-    """Raise UnsupportedError if a mesh is given, because `model` embeds and pools whole samples.
-
-    The message advises sharding `model.encoder` alone.
-    """
-    if mesh is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} with a mesh is not supported: it embeds and pools whole images or slides. "
-            "Call parallel.set_context_parallel(model, None); or parallel.set_context_parallel(model.encoder, mesh), "
-            "and give model.encoder this rank's shard of what it reads"
-        )
-
-
 @torch.no_grad()
 def _draw_parts(weight: Tensor, rows: Sequence[int], gains: Sequence[float]) -> None:
     """Draw each run of rows of a weight as a matrix of its own, Xavier normal with its gain."""
@@ -427,3 +414,21 @@ def tables_of(config: LongNetConfig, places: Places | None, x: Tensor) -> Tables
     if places is None or config.rotary is None:
         return None
     return config.rotary.tables(*places, torch.promote_types(x.dtype, torch.float32))
+
+
+class Pooling(Pretrained):
+    """Base class of models that embed whole images or slides for a LongNet, `encoder`, and pool its states.
+
+    A shard holds only a part of a sample's positions, and of its mean.
+    """
+
+    encoder: LongNetStack
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Raise UnsupportedError if a mesh is given. The message advises sharding `encoder` alone."""
+        if mesh is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__} with a mesh is not supported: it embeds and pools whole images or slides. Call "
+                "parallel.set_context_parallel(model, None); or parallel.set_context_parallel(model.encoder, mesh), "
+                "and give model.encoder this rank's shard of what it reads"
+            )
