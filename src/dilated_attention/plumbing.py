@@ -16,6 +16,7 @@ from dilated_attention.kernels.configurations import ARCHITECTURES, Kernel, Shap
 from dilated_attention.merge import merge_into
 from dilated_attention.mesh import TRANSPORTS, Mesh, context_group, held_mesh, mesh_size
 from dilated_attention.neighborhood import tiled
+from dilated_attention.nn.attention import Sharded
 from dilated_attention.nn.positions import Tables
 from dilated_attention.nn.selection import attend_listed
 from dilated_attention.nn.transformer import ShardDropout

@@ -16,13 +16,13 @@ from dilated_attention.models.configuration import IndexedKeys, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache, check_sampling, sample
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
 from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.models.stack import LongNetStack, places_of, tables_of, whole_length
+from dilated_attention.models.stack import LongNetStack, attention_options, places_of, tables_of, whole_length
 from dilated_attention.nn import SelfAttention
 from dilated_attention.parallel import cp_mean, sequence_range, shard_sequence
-from dilated_attention.plumbing import checks, dtype_of_products, from_rank, held_mesh, hooked, mesh_size, require_same
+from dilated_attention.plumbing import Sharded, checks, dtype_of_products, from_rank, hooked, mesh_size, require_same
 
 
-class LongNetAttention(Pretrained):
+class LongNetAttention(Sharded, Pretrained):
     """Compute the self-attention of one LongNet layer with its positions (see `SelfAttention`).
 
     It computes W_o LN A(R W_q x, R W_k x, W_v x) for x `(batch, seq, embed_dim)`, with rotary positions R, attention A
@@ -47,25 +47,8 @@ class LongNetAttention(Pretrained):
                 "LongNetAttention with config.selection is not supported: it is a layer of dilated attention"
             )
         self.config = config
-        self.mesh: Any = None
-        self.attention = SelfAttention(
-            config.embed_dim,
-            config.num_heads,
-            config.kv_heads,
-            config.attention_pattern,
-            backend,
-            bias=config.bias,
-            sub_ln=config.sub_ln,
-            norm_eps=config.norm_eps,
-            dropout=config.attention_dropout,
-        )
-
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Count rotary positions across the shards of `mesh`; None: inputs are whole sequences.
-
-        Call `parallel.set_context_parallel` instead, which also reaches the attention.
-        """
-        self.mesh = held_mesh(mesh)
+        options = attention_options(config, backend)
+        self.attention = SelfAttention(**options, dropout=config.attention_dropout)
 
     def forward(
         self, x: Float[Tensor, "batch seq embed_dim"], is_causal: bool = False, *, seq_len: int | None = None
@@ -289,26 +272,22 @@ class LongNetLM(LongNetStack):
         Over a mesh the tokens are this rank's shard, and the length is the whole sequence's. All ranks must call
         function `name` with the same tokens and lengths.
         """
-        inputs, targets, counts = self._read(tokens, lengths)
-        if self.mesh is None:
-            return inputs, targets, counts, None
-        require_same(name, self.mesh, tokens, counts=counts)
-        return shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh), counts, inputs.shape[1]
-
-    def _read(self, tokens: Tensor, lengths: Sequence[int] | Tensor | None) -> tuple[Tensor, Tensor, list[int] | None]:
-        """Return what `_next_tokens` returns first, of the whole sequence."""
         require_tokens(tokens, self.config.vocab_size)
         inputs = tokens[:, :-1]
         targets = tokens[:, 1:].long()
         if not targets.numel():
             raise ValueError(f"tokens must hold two tokens of a sample, or more; got shape {tuple(tokens.shape)}")
-        if lengths is None:
-            return inputs, targets, None
-        values = checked_lengths(lengths, *tokens.shape)
-        if max(values, default=0) < 2:
-            raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
-        counts = [max(n - 1, 0) for n in values]
-        return inputs, targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100), counts
+        counts = None
+        if lengths is not None:
+            values = checked_lengths(lengths, *tokens.shape)
+            if max(values, default=0) < 2:
+                raise ValueError(f"lengths must leave two tokens of a sample, or more; got {values}")
+            counts = [max(n - 1, 0) for n in values]
+            targets = targets.masked_fill(~within(counts, targets.shape[1], tokens.device), -100)
+        if self.mesh is None:
+            return inputs, targets, counts, None
+        require_same(name, self.mesh, tokens, counts=counts)
+        return shard_sequence(inputs, self.mesh), shard_sequence(targets, self.mesh), counts, inputs.shape[1]
 
     @torch.no_grad()
     def prefill(

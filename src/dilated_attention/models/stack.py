@@ -27,7 +27,21 @@ from dilated_attention.models.packing import (
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import TransformerBlock
 from dilated_attention.parallel import sequence_range
-from dilated_attention.plumbing import Mesh, ShardDropout, Tables, agreed_seed, dtype_of_products, held_mesh, mesh_size
+from dilated_attention.plumbing import Mesh, ShardDropout, Sharded, Tables, agreed_seed, dtype_of_products, mesh_size
+
+
+def attention_options(config: LongNetConfig, backend: str) -> dict[str, Any]:
+    """Return the arguments that a `SelfAttention` and a `TransformerBlock` of a LongNet share."""
+    return {
+        "embed_dim": config.embed_dim,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.kv_heads,
+        "pattern": config.attention_pattern,
+        "backend": backend,
+        "bias": config.bias,
+        "sub_ln": config.sub_ln,
+        "norm_eps": config.norm_eps,
+    }
 
 
 @torch.no_grad()
@@ -86,7 +100,7 @@ class _Asked:
     first_only: bool
 
 
-class LongNetStack(Pretrained):
+class LongNetStack(Sharded, Pretrained):
     """Base class of `LongNetEncoder` and `LongNetLM`: an embedding, pre-norm blocks, a final norm.
 
     It follows LongNet (Ding et al. 2023, arXiv:2307.02486), and with `config.sub_ln` MAGNETO (arXiv:2210.06423).
@@ -107,24 +121,11 @@ class LongNetStack(Pretrained):
         self.config = config
         self.backend = backend
         self.gradient_checkpointing = False
-        self.mesh: Any = None
         self.embedding = None if config.vocab_size is None else nn.Embedding(config.vocab_size, config.embed_dim)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(
-                config.embed_dim,
-                config.num_heads,
-                config.kv_heads,
-                config.mlp_width,
-                config.attention_pattern,
-                backend,
-                bias=config.bias,
-                sub_ln=config.sub_ln,
-                norm_eps=config.norm_eps,
-                dropout=config.dropout,
-                attention_dropout=config.attention_dropout,
-            )
-            for _ in range(config.num_layers)
-        )
+        options = attention_options(config, backend)
+        options |= {"dropout": config.dropout, "attention_dropout": config.attention_dropout}
+        blocks = [TransformerBlock(mlp_dim=config.mlp_width, **options) for _ in range(config.num_layers)]
+        self.blocks = nn.ModuleList(blocks)
         if config.selection is not None:
             for block in self.blocks:
                 block.attention = SelectedAttention(config, backend)
@@ -161,13 +162,6 @@ class LongNetStack(Pretrained):
             _draw_parts(attention.input.weight, rows, (1.0, 1.0, gain))
             for name in ("attention.output.weight", "mlp.0.weight", "mlp.2.weight"):
                 nn.init.xavier_normal_(block.get_parameter(name), gain)
-
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Take inputs as shards over `mesh`, or whole if None.
-
-        Call `parallel.set_context_parallel` instead, which also reaches the attention of every block.
-        """
-        self.mesh = held_mesh(mesh)
 
     def embed(self, inputs: Tensor) -> Float[Tensor, "batch seq embed_dim"]:
         """Return the embeddings of token ids `(batch, seq)`. With `vocab_size=None`, inputs are vectors `(batch, seq,

@@ -27,7 +27,24 @@ _MANY = 128
 """A batch of at least this many one-token samples is more likely one sample whose dimensions are in another order."""
 
 
-class DilatedAttention(nn.Module):
+class Sharded(nn.Module):
+    """Base class of modules that take shards of sequences over a mesh, or whole sequences without one."""
+
+    mesh: Any = None
+    transport = "auto"
+    layer = ""
+
+    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
+        """Run over `mesh`, or on one device if None; errors name `layer`.
+
+        Call `parallel.set_context_parallel` instead for a module with parts, all of which it reaches.
+        """
+        self.mesh = held_mesh(mesh)
+        self.transport = transport
+        self.layer = layer
+
+
+class DilatedAttention(Sharded):
     """Run `attention` as a module that holds its pattern and options. It has no parameters.
 
     forward: q `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)` -> out like q;
@@ -97,12 +114,6 @@ class DilatedAttention(nn.Module):
         self.backend = backend
         self.seq_len: int | None = None
         self.set_context_parallel(mesh, transport)
-
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
-        self.mesh = held_mesh(mesh)
-        self.transport = transport
-        self.layer = layer
 
     def pattern_of(self, seq_len: int, is_ragged: bool = False) -> Pattern:
         """Return the pattern for this many tokens, in all or in each of the samples of a ragged batch."""

@@ -24,7 +24,8 @@ from dilated_attention.errors import UnsupportedError
 from dilated_attention.functional import attention
 from dilated_attention.layout import BlockLayout
 from dilated_attention.layout.spans import MAX_BLOCK, BlockGrid
-from dilated_attention.mesh import context_group, held_mesh
+from dilated_attention.mesh import context_group
+from dilated_attention.nn.attention import Sharded
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.parallel.partition import balanced_bounds
 from dilated_attention.parallel.sharding import agreed_length, gathered
@@ -332,7 +333,7 @@ class SelectionCache:
         return sum(rows.buffer.nbytes for rows in self.rows.values() if rows.buffer is not None)
 
 
-class SelectingAttention(nn.Module):
+class SelectingAttention(Sharded):
     """Base class of causal self-attention over selected keys.
 
     A subclass defines `_whole` and `_next`, and sets the attributes below. A branch is one attention of q, with keys
@@ -357,13 +358,6 @@ class SelectingAttention(nn.Module):
         check_name(backend)
         self.backend = backend
         self.seq_len: int | None = None
-        self.set_context_parallel(None)
-
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run over `mesh`, or on one device if None; errors name `layer`. See `parallel.set_context_parallel`."""
-        self.mesh = held_mesh(mesh)
-        self.transport = transport
-        self.layer = layer
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)

@@ -16,8 +16,7 @@ from dilated_attention import checks
 from dilated_attention.backends.dropout import key_words, query_words, survives, threshold
 from dilated_attention.decoding import first_token_attention
 from dilated_attention.errors import UnsupportedError
-from dilated_attention.mesh import held_mesh
-from dilated_attention.nn.attention import DilatedAttention
+from dilated_attention.nn.attention import DilatedAttention, Sharded
 from dilated_attention.nn.positions import Tables, rotate
 from dilated_attention.patterns import Dilated, Sum, Window
 from dilated_attention.plan import WHOLE
@@ -41,7 +40,7 @@ class Memory(Protocol):
         """
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Sharded):
     """Compute W_o LN A(R W_q x, R W_k x, W_v x): self-attention with rotary positions R and grouped queries.
 
     A is attention with `pattern`, or dense attention with PyTorch's fused op if `pattern` is None. Over a mesh, dense
@@ -80,7 +79,6 @@ class SelfAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
         self.backend = backend
-        self.mesh: Any = None
         self.input = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias)
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if sub_ln else nn.Identity()
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -91,7 +89,7 @@ class SelfAttention(nn.Module):
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None. See `parallel.set_context_parallel`."""
-        self.mesh = held_mesh(mesh)
+        super().set_context_parallel(mesh, transport, layer)
         if self.pattern is None:
             self.attention = None
             if mesh is not None:
