@@ -15,14 +15,13 @@ from dilated_attention import UnsupportedError
 from dilated_attention.models.configuration import IndexedKeys, LongNetConfig
 from dilated_attention.models.generation import KeyValueCache, check_sampling, sample
 from dilated_attention.models.packing import checked_lengths, require_tokens, warn_of_layout, within
-from dilated_attention.models.pretrained import Pretrained
-from dilated_attention.models.stack import LongNetStack, attention_options, places_of, tables_of, whole_length
+from dilated_attention.models.stack import LongNetStack, Positioned, attention_options
 from dilated_attention.nn import SelfAttention
 from dilated_attention.parallel import cp_mean, sequence_range, shard_sequence
-from dilated_attention.plumbing import Sharded, checks, dtype_of_products, from_rank, hooked, mesh_size, require_same
+from dilated_attention.plumbing import checks, dtype_of_products, from_rank, hooked, mesh_size, require_same
 
 
-class LongNetAttention(Sharded, Pretrained):
+class LongNetAttention(Positioned):
     """Compute the self-attention of one LongNet layer with its positions (see `SelfAttention`).
 
     It computes W_o LN A(R W_q x, R W_k x, W_v x) for x `(batch, seq, embed_dim)`, with rotary positions R, attention A
@@ -36,9 +35,6 @@ class LongNetAttention(Sharded, Pretrained):
         >>> LongNetAttention(config)(torch.randn(1, 40, 32)).shape
         torch.Size([1, 40, 32])
     """
-
-    configuration = LongNetConfig
-    config: LongNetConfig
 
     def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
         super().__init__()
@@ -59,9 +55,8 @@ class LongNetAttention(Sharded, Pretrained):
             seq_len: over a mesh, the length of the whole sequence; None: equal shards.
         """
         warn_of_layout(x)
-        whole = whole_length(x, self.mesh, seq_len)
-        places = places_of(self.config, self.mesh, x, None, None, whole)
-        return self.attention(x, tables_of(self.config, places, x), is_causal, seq_len=seq_len)
+        places = self._places(x, self._whole_length(x, seq_len))
+        return self.attention(x, self._tables(x, places), is_causal, seq_len=seq_len)
 
 
 class LongNetEncoder(LongNetStack):
@@ -203,7 +198,7 @@ class LongNetLM(LongNetStack):
             seq_len=seq_len,
         )
         if lengths is not None and self.mesh is not None:
-            whole = whole_length(tokens, self.mesh, seq_len)
+            whole = self._whole_length(tokens, seq_len)
             start, stop = sequence_range(whole, self.mesh)
             kept = within(checked_lengths(lengths, len(tokens), whole), whole, x.device)[:, start:stop]
             states = states.masked_fill(~kept[..., None], 0.0)
@@ -246,7 +241,7 @@ class LongNetLM(LongNetStack):
         *states, last = self.hidden(x, is_causal=True, lengths=packed, seq_len=seq_len, all_layers=True)
         loss = self._cross_entropy(self.logits(last), targets)
 
-        tables = tables_of(self.config, places_of(self.config, self.mesh, x, None, counts, seq_len), x)
+        tables = self._tables(x, self._places(x, seq_len, counts=counts))
         parts = []
         block: Any
         for block, state in zip(self.blocks, states[:-1], strict=True):
@@ -352,7 +347,7 @@ class LongNetLM(LongNetStack):
             raise ValueError("cache belongs to a model of another configuration; call this model's prefill")
         x = self.embed(tokens[:, None])
         positions = cache.step()
-        tables = tables_of(self.config, (positions, cache.origins), x)
+        tables = self._tables(x, (positions, cache.origins))
         for i, block in enumerate(self.blocks):
             x = block(x, tables, True, memory=cache.layers[i])
         cache.end([1] * cache.batch_size)

@@ -27,7 +27,7 @@ from dilated_attention.models.packing import (
 from dilated_attention.models.pretrained import Pretrained
 from dilated_attention.nn import TransformerBlock
 from dilated_attention.parallel import sequence_range
-from dilated_attention.plumbing import Mesh, ShardDropout, Sharded, Tables, agreed_seed, dtype_of_products, mesh_size
+from dilated_attention.plumbing import ShardDropout, Sharded, Tables, agreed_seed, dtype_of_products, mesh_size
 
 
 def attention_options(config: LongNetConfig, backend: str) -> dict[str, Any]:
@@ -89,6 +89,103 @@ Places = tuple[Tensor, Tensor]
 """(positions, origins): the position of every token, and the middle of its sample, from which xPos counts."""
 
 
+class Positioned(Sharded, Pretrained):
+    """Base class of LongNets and of their attention: a configuration, and the positions of tokens, also of a shard's.
+
+    Methods take x `(batch, seq, ...)`, over a mesh this rank's shard, and `seq_len`, the length of the whole sequence.
+    """
+
+    configuration = LongNetConfig
+    config: LongNetConfig
+
+    def _whole_length(self, x: Tensor, seq_len: int | None) -> int:
+        """Return the length of the whole sequence: over a mesh `seq_len`, or if it is None, that of equal shards."""
+        if self.mesh is None:
+            return x.shape[1]
+        if seq_len is not None:
+            return seq_len
+        return x.shape[1] * mesh_size(self.mesh)
+
+    def _first_token(self, seq_len: int | None) -> int:
+        """Return the position of this rank's first token; 0 without a mesh."""
+        if self.mesh is None:
+            return 0
+        assert seq_len is not None
+        return sequence_range(seq_len, self.mesh)[0]
+
+    def _places(
+        self, x: Tensor, seq_len: int | None, positions: Tensor | None = None, counts: list[int] | None = None
+    ) -> Places | None:
+        """Return positions `(batch or 1, seq)` and origins `(batch or 1, 1)`; None in a model without positions.
+
+        An origin is the position from which xPos counts, the middle of the sample. positions: `(seq,)` or `(batch,
+        seq)`; None: 0, 1, 2, ... counts: tokens of each sample; None: all of x.
+        """
+        rotary = self.config.rotary
+        batch, seq, _ = x.shape
+        if rotary is None:
+            return None
+        if self.mesh is not None and positions is not None and rotary.scale_base is not None:
+            raise UnsupportedError(
+                "positions with a mesh and xPos is not supported, since the ranks would need the middle of all "
+                "positions; leave positions out, which count from the sequence's start"
+            )
+
+        if positions is None:
+            start = self._first_token(seq_len)
+            whole = self._whole_length(x, seq_len)
+            rotary.check((whole + 1) // 2, dtype_of_products(x))
+            if counts is None:
+                origins = torch.full((1, 1), whole // 2, device=x.device)
+            else:
+                origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
+            return torch.arange(start, start + seq, device=x.device)[None], origins
+
+        if positions.shape not in ((seq,), (batch, seq)):
+            raise ValueError(
+                f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}"
+            )
+        if not positions.is_floating_point():
+            positions = positions.long()
+        positions = torch.atleast_2d(positions)
+        if rotary.scale_base is None or not positions.numel():
+            return positions, positions[:, :1]
+        if counts is not None:  # padding may hold anything: it gets its sample's first position
+            positions = torch.where(within(counts, seq, x.device), positions, positions[:, :1])
+        origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
+        if not torch.compiler.is_compiling():
+            rotary.check(int((positions - origins).abs().max()), dtype_of_products(x))
+        return positions, origins
+
+    def _packed_places(
+        self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
+    ) -> Places | None:
+        """Return each token's position in its packed sample, and the origin of xPos, both `(tokens,)`.
+
+        The origin is the middle of the token's sample. Returns None in a model without positions. Raises
+        UnsupportedError if `positions` are given. counts (tokens of each sample) are global over a mesh.
+        """
+        rotary = self.config.rotary
+        if rotary is None:
+            return None
+        if positions is not None:
+            raise UnsupportedError(
+                "positions with cu_seqlens is not supported; leave positions out: each sample's count from 0"
+            )
+        rotary.check((max(counts, default=0) + 1) // 2, dtype_of_products(x))
+        start = self._first_token(seq_len)
+        tokens = torch.arange(start, start + x.shape[1], device=x.device)
+        edges = cumulative(counts, x.device)
+        sample = torch.searchsorted(edges, tokens, right=True) - 1
+        return tokens - edges[sample], edges.diff()[sample] // 2
+
+    def _tables(self, x: Tensor, places: Places | None) -> Tables | None:
+        """Return the tables that rotate queries and keys computed from x; None without places."""
+        if places is None or self.config.rotary is None:
+            return None
+        return self.config.rotary.tables(*places, torch.promote_types(x.dtype, torch.float32))
+
+
 @dataclass(frozen=True, eq=False)
 class _Asked:
     """Hold the options of one run of the layers; see `LongNetStack.hidden`."""
@@ -100,7 +197,7 @@ class _Asked:
     first_only: bool
 
 
-class LongNetStack(Sharded, Pretrained):
+class LongNetStack(Positioned):
     """Base class of `LongNetEncoder` and `LongNetLM`: an embedding, pre-norm blocks, a final norm.
 
     It follows LongNet (Ding et al. 2023, arXiv:2307.02486), and with `config.sub_ln` MAGNETO (arXiv:2210.06423).
@@ -112,9 +209,6 @@ class LongNetStack(Sharded, Pretrained):
 
     After `parallel.set_context_parallel(model, mesh)` inputs and results are this rank's shard of a sequence.
     """
-
-    configuration = LongNetConfig
-    config: LongNetConfig
 
     def __init__(self, config: LongNetConfig, *, backend: str = "auto") -> None:
         super().__init__()
@@ -201,13 +295,12 @@ class LongNetStack(Sharded, Pretrained):
             cache: a new cache, which gets the keys and values of these tokens.
         """
         batch, seq, _ = x.shape
-        whole = seq
+        whole = self._whole_length(x, seq_len)
         if self.mesh is not None:
             if lengths is not None:
                 raise UnsupportedError(
                     "lengths with a mesh is not supported; call parallel.set_context_parallel(model, None) first"
                 )
-            whole = whole_length(x, self.mesh, seq_len)
             seq_len = whole
         asked = _Asked(is_causal, seq_len, cache, all_layers, first_only)
 
@@ -223,7 +316,7 @@ class LongNetStack(Sharded, Pretrained):
             counts = checked_lengths(lengths, batch, seq)
             if all(count == seq for count in counts):
                 counts = None  # nothing is padding
-        places = places_of(self.config, self.mesh, x, positions, counts, seq_len)
+        places = self._places(x, seq_len, positions, counts)
         if counts is None:
             return self._run(x, None, places, asked)
 
@@ -244,13 +337,13 @@ class LongNetStack(Sharded, Pretrained):
         width = x.shape[2]
         seq = counts[0] if counts else 1
         x = x.view(len(counts), seq, width)
-        states = self._run(x, None, places_of(self.config, None, x, None, None, None), asked)
+        states = self._run(x, None, self._places(x, None), asked)
         return [state.reshape(1, -1, width) for state in states]
 
     def _run(self, x: Tensor, counts: list[int] | None, places: Places | None, asked: _Asked) -> list[Tensor]:
         """Return the states that `hidden` returns, packed if x is, and fill the cache. Packed samples may run in parts.
 
-        counts: the tokens of each packed sample; None: x is not packed. places: from `places_of` or `_packed_places`.
+        counts: the tokens of each packed sample; None: x is not packed. places: from `_places` or `_packed_places`.
         """
         cache = asked.cache
         runs = []
@@ -269,11 +362,11 @@ class LongNetStack(Sharded, Pretrained):
         cu_seqlens = None
         if counts is not None:
             cu_seqlens = cumulative(counts, x.device)
-        tables = tables_of(self.config, places, x)
+        tables = self._tables(x, places)
         if cache is None:
             return self._blocks(x, tables, cu_seqlens, asked)
 
-        whole = whole_length(x, self.mesh, asked.seq_len)
+        whole = self._whole_length(x, asked.seq_len)
         lengths = counts
         if lengths is None:
             lengths = [whole] * len(x)
@@ -291,7 +384,7 @@ class LongNetStack(Sharded, Pretrained):
         """Run the blocks and the norm, and return the states that `hidden` returns; cu_seqlens: for packed samples."""
         dropped = None
         if self.mesh is not None and self.training and self.config.dropout:
-            dropped = ShardDropout(agreed_seed(self.mesh, x.device), _first_token(self.mesh, asked.seq_len))
+            dropped = ShardDropout(agreed_seed(self.mesh, x.device), self._first_token(asked.seq_len))
         states = []
         for i, block in enumerate(self.blocks):
             if asked.all_layers:
@@ -312,102 +405,6 @@ class LongNetStack(Sharded, Pretrained):
         if asked.all_layers:
             states.append(x)
         return [*states, self.norm(x)]
-
-    def _packed_places(
-        self, x: Tensor, positions: Tensor | None, counts: list[int], seq_len: int | None
-    ) -> Places | None:
-        """Return each token's position in its packed sample, and the origin of xPos, both `(tokens,)`.
-
-        The origin is the middle of the token's sample. Returns None in a model without positions. Raises
-        UnsupportedError if `positions` are given. Over a mesh x is this rank's shard; counts (tokens of each sample)
-        and seq_len are global.
-        """
-        if self.config.rotary is None:
-            return None
-        if positions is not None:
-            raise UnsupportedError(
-                "positions with cu_seqlens is not supported; leave positions out: each sample's count from 0"
-            )
-        self.config.rotary.check((max(counts, default=0) + 1) // 2, dtype_of_products(x))
-        start = _first_token(self.mesh, seq_len)
-        tokens = torch.arange(start, start + x.shape[1], device=x.device)
-        edges = cumulative(counts, x.device)
-        sample = torch.searchsorted(edges, tokens, right=True) - 1
-        return tokens - edges[sample], edges.diff()[sample] // 2
-
-
-def whole_length(shard: Tensor, mesh: Mesh | None, seq_len: int | None) -> int:
-    """Return the length of the whole sequence: `seq_len`, or if it is None, the length of equal shards together."""
-    if seq_len is not None:
-        return seq_len
-    return shard.shape[1] * mesh_size(mesh)
-
-
-def _first_token(mesh: Mesh | None, seq_len: int | None) -> int:
-    """Return the position of this rank's first token in a sequence of `seq_len` tokens; 0 without a mesh."""
-    if mesh is None:
-        return 0
-    assert seq_len is not None
-    return sequence_range(seq_len, mesh)[0]
-
-
-def places_of(
-    config: LongNetConfig,
-    mesh: Mesh | None,
-    x: Tensor,
-    positions: Tensor | None,
-    counts: list[int] | None,
-    seq_len: int | None,
-) -> Places | None:
-    """Return positions `(batch or 1, seq)` and origins `(batch or 1, 1)`; None in a model without positions.
-
-    An origin is the position from which xPos counts, the middle of the sample. positions: `(seq,)` or `(batch, seq)`;
-    None: 0, 1, 2, ... counts: tokens of each sample; None: all of x. seq_len: over a mesh, the length of the whole
-    sequence.
-    """
-    rotary = config.rotary
-    batch, seq, _ = x.shape
-    if rotary is None:
-        return None
-    if mesh is not None and positions is not None and rotary.scale_base is not None:
-        raise UnsupportedError(
-            "positions with a mesh and xPos is not supported, since the ranks would need the middle of all "
-            "positions; leave positions out, which count from the sequence's start"
-        )
-
-    if positions is None:
-        start = _first_token(mesh, seq_len)
-        whole = seq if mesh is None else whole_length(x, mesh, seq_len)
-        rotary.check((whole + 1) // 2, dtype_of_products(x))
-        if counts is None:
-            origins = torch.full((1, 1), whole // 2, device=x.device)
-        else:
-            origins = torch.tensor([count // 2 for count in counts], device=x.device)[:, None]
-        return torch.arange(start, start + seq, device=x.device)[None], origins
-
-    if positions.shape not in ((seq,), (batch, seq)):
-        raise ValueError(f"positions must have shape (seq,) = ({seq},) or (batch, seq); got {tuple(positions.shape)}")
-    if not positions.is_floating_point():
-        positions = positions.long()
-    positions = torch.atleast_2d(positions)
-    if rotary.scale_base is None or not positions.numel():
-        return positions, positions[:, :1]
-    if counts is not None:  # padding may hold anything: it gets its sample's first position
-        positions = torch.where(within(counts, seq, x.device), positions, positions[:, :1])
-    origins = (positions.amin(-1, keepdim=True) + positions.amax(-1, keepdim=True)) // 2
-    if not torch.compiler.is_compiling():
-        rotary.check(int((positions - origins).abs().max()), dtype_of_products(x))
-    return positions, origins
-
-
-def tables_of(config: LongNetConfig, places: Places | None, x: Tensor) -> Tables | None:
-    """Return the tables that rotate queries and keys computed from x; None in a model without positions.
-
-    places: from `places_of`; None there means the same.
-    """
-    if places is None or config.rotary is None:
-        return None
-    return config.rotary.tables(*places, torch.promote_types(x.dtype, torch.float32))
 
 
 class Pooling(Pretrained):
