@@ -49,6 +49,7 @@ from dilated_attention.nn import (
     BlockSparseRingMultiheadDilatedAttention,
     MultiheadDilatedAttention,
     RingDilatedAttention,
+    TransformerBlock,
 )
 from dilated_attention.parallel import (
     cp_mean,
@@ -86,10 +87,12 @@ def modules():
     cotangent = torch.randn_like(x)
     answers = {}
 
-    def compare(name: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def compare(
+        name: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], seq_len: int | None = None
+    ) -> None:
         results = []
         for where in (None, mesh):
-            set_context_parallel(module, where)
+            set_context_parallel(module, where, seq_len=seq_len)
             whole = x.clone().requires_grad_()
             out = call(module, whole if where is None else shard_sequence(whole, mesh))
             module.zero_grad()
@@ -119,6 +122,8 @@ def modules():
     compare("attention of a layer", layer, lambda module, x: module(x, is_causal=True, seq_len=91))
     layer = LongNetAttention(config(embed_dim=16, pattern=None)).double()
     compare("dense attention of a layer", layer, lambda module, x: module(x, seq_len=91))
+    block = TransformerBlock(16, 4, 2, 32, None).double()
+    compare("dense block that is not told the length", block, lambda module, x: module(x, is_causal=True), 91)
     compare("several", nn.Sequential(_Residual(), _Residual()), lambda module, x: module(x))
     return answers
 

@@ -74,28 +74,15 @@ class SelfAttention(Sharded):
     ) -> None:
         super().__init__()
         embed_dim, num_heads, num_kv_heads = checks.heads(embed_dim, num_heads, num_kv_heads)
-        checks.probability("dropout", dropout)
         self.heads = (num_heads, num_kv_heads, num_kv_heads)
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
-        self.backend = backend
         self.input = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias)
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if sub_ln else nn.Identity()
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.pattern = pattern
-        self.attention: DilatedAttention | None = None
-        if pattern is not None:
-            self.attention = DilatedAttention(pattern=pattern, dropout=dropout, backend=backend)
-
-    def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Run over `mesh`, or on one device if None. See `parallel.set_context_parallel`."""
-        super().set_context_parallel(mesh, transport, layer)
-        if self.pattern is None:
-            self.attention = None
-            if mesh is not None:
-                whole = Dilated((WHOLE,), (1,))
-                self.attention = DilatedAttention(pattern=whole, dropout=self.dropout, backend=self.backend)
-                self.attention.train(self.training).set_context_parallel(mesh, transport, layer)
+        over_mesh = Dilated((WHOLE,), (1,)) if pattern is None else pattern
+        self.attention = DilatedAttention(pattern=over_mesh, dropout=dropout, backend=backend)
 
     def forward(
         self,
@@ -135,7 +122,7 @@ class SelfAttention(Sharded):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cu_seqlens: Tensor | None, seq_len: int | None
     ) -> Tensor:
-        if self.attention is not None:
+        if self.pattern is not None or self.mesh is not None:
             return self.attention(q, k, v, is_causal=is_causal, cu_seqlens=cu_seqlens, seq_len=seq_len)
 
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
