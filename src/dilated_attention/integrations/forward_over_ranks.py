@@ -39,11 +39,6 @@ class Keys:
     v: Tensor
     first: int
 
-    @classmethod
-    def none(cls, k: Tensor, v: Tensor, first: int) -> Keys:
-        """Return no rows, of the shapes of k and v."""
-        return cls(k[:, :0], v[:, :0], first)
-
     def followed_by(self, k: Tensor, v: Tensor) -> Keys:
         return Keys(torch.cat([self.k, k], 1), torch.cat([self.v, v], 1), self.first)
 

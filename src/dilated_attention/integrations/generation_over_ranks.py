@@ -54,7 +54,8 @@ class _Step:
         """Return the attention of a new token, q `(batch, 1, heads, head_dim)`, over all ranks' keys."""
         link = self.over.link
         if link.rank == link.size - 1:
-            self.newest[layer] = self.newest.get(layer, Keys.none(k, v, self.position)).followed_by(k, v)
+            before = self.newest.get(layer, Keys(k[:, :0], v[:, :0], self.position))
+            self.newest[layer] = before.followed_by(k, v)
         whole = replace(shown, q_start=0, k_start=0, queries=self.stop, keys=self.stop)
         pattern, _ = pattern_of_shown(whole, 0, self.stop)
         options |= {"is_causal": True, "return_lse": True, "q_start": self.position}

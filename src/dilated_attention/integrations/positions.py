@@ -28,10 +28,9 @@ def extend_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
 
     Examples:
         >>> from dilated_attention.integrations.huggingface import extend_positions
-        >>> from transformers import BertConfig, BertModel
-        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-        >>> config = BertConfig(vocab_size=100, **sizes)
-        >>> model = extend_positions(BertModel(config), 2048)
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> config = GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=4)
+        >>> model = extend_positions(GPT2Model(config), 2048)
         >>> model.config.max_position_embeddings
         2048
     """

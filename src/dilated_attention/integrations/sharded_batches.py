@@ -57,7 +57,7 @@ class GlobalLoss:
         **more: Any,
     ) -> Tensor:
         targets = shift_labels if self.shifts else labels
-        assert targets is not None  # `_checked` requires them
+        assert targets is not None  # a forward without them is refused
         targets = targets.to(logits.device).flatten()
         total = F.cross_entropy(
             logits.float().flatten(0, -2), targets, ignore_index=ignore_index, reduction="sum"
