@@ -34,7 +34,7 @@ def test_a_larger_cache_exceeds_its_bound(monkeypatch):
     for name, value in (("POSITIONS", (100, 200)), ("DENSE_POSITIONS", (100,)), ("WRITTEN", 1)):
         monkeypatch.setattr(model, name, value)
     monkeypatch.setattr(KeyValueCache, "nbytes", property(lambda cache: 100 * nbytes.fget(cache)))
-    (row,) = (row for row in model._decoding(CPU, 0.0, True) if "over the bound" in row.name)
+    (row,) = (row for row in model._decoding(CPU, 0.0) if "over the bound" in row.name)
     assert row.met is False
     monkeypatch.undo()
     assert model.cache_at(model.LANGUAGE, 100_000, 32, CPU).nbytes == model.cache_bound(model.LANGUAGE) == 12_582_912

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention.models import LongNetConfig
@@ -64,32 +63,6 @@ def load_minilm(**options: Any) -> tuple[Any, Any]:
     folder = Path(package) / "model"
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, **options).eval()
     return AutoTokenizer.from_pretrained(folder), model
-
-
-@torch.no_grad()
-def minilm(seq_len: int, batch: int) -> Heads:
-    """Return q, k, v `(batch, seq, heads, head_dim)` of each of MiniLM's layers on Python's documentation, cut into
-    `batch` sequences of `seq_len` tokens.
-
-    Beyond 512 tokens the position embeddings are interpolated.
-    """
-    import pydoc_data.topics  # type: ignore[import-not-found, unused-ignore]
-
-    tokenizer, model = load_minilm()
-    text = "\n\n".join(pydoc_data.topics.topics.values())
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])[: batch * (seq_len - 2)]
-    ids = F.pad(F.pad(ids.view(batch, -1), (1, 0), value=101), (0, 1), value=102)  # [CLS] and [SEP]
-    table = model.embeddings.position_embeddings
-    if seq_len > len(table.weight):
-        table.weight = nn.Parameter(
-            F.interpolate(table.weight.T[None], seq_len, mode="linear", align_corners=True)[0].T
-        )
-    parts: list[Tensor] = []
-    for layer in model.encoder.layer:
-        for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
-            linear.register_forward_hook(lambda _module, _inputs, out: parts.append(out.unflatten(-1, (12, 32))))
-    model(ids, token_type_ids=torch.zeros_like(ids), position_ids=torch.arange(seq_len)[None])
-    return list(zip(parts[::3], parts[1::3], parts[2::3], strict=True))
 
 
 @cache

@@ -96,7 +96,7 @@ def interleave(
     seconds: float,
     device: torch.device,
     least: int = 3,
-    most: int = 50,
+    most: int = 20,
     dtype: torch.dtype = torch.float32,
 ) -> Rounds:
     """Run the contenders in rounds until about `seconds` are spent.

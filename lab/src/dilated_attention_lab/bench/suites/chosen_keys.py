@@ -37,7 +37,7 @@ NEW_TOKEN_BAR = 0.5
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
     length = 512 if quick else LENGTH
-    budget = 2.0 if quick else 60.0
+    budget = 2.0 if quick else 25.0
     found: list[Step] = []
     for keys in (length // 16, length // 4):
         label = f"DeepSeek's form, {keys:,} of {length:,} tokens"

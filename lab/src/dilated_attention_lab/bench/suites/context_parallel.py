@@ -24,7 +24,7 @@ MEGABITS = 400
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
     shard = 1 << (15 if quick else 17)
-    worlds = [World(seq_len=shard * ranks, ranks=ranks, heads=4 if quick else 12) for ranks in (8192, 8)]
+    worlds = [World(seq_len=shard * ranks, ranks=ranks, heads=4) for ranks in (8192, 8)]
     tokens = 8192 if quick else 16384
     case = _case(tokens, tokens.bit_length() - 11, heads=4 if quick else 8)
     rounds = 3 if quick else 7
@@ -32,15 +32,15 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         Step("bytes at 2^30 tokens", _bytes),
         Step(f"a rank of 8,192 and one of 8, {shard:,} tokens each", partial(_rank_time, worlds, rounds=3)),
         Step("their memory", partial(_rank_memory, worlds)),
-        Step("a mesh of one rank", partial(_single, replace(case, seq_len=8192), 2 * rounds)),
+        Step("a mesh of one rank", partial(_single, replace(case, seq_len=8192), rounds)),
+        Step("2 processes", partial(_scaling, case, 2, rounds)),
     ]
-    found += [Step(f"{number} processes", partial(_scaling, case, number, rounds)) for number in (2, 4)]
     selecting = Case(method="dense", seq_len=tokens if quick else 131_072, heads=2, is_causal=True)
     found.append(Step("native sparse attention in 8 processes", partial(_selecting, selecting, rounds=1)))
     for label, run, lengths in (
-        ("Gemma 3's shape, a training step in 8 processes", _training, (4096, 65_536)),
-        ("Gemma 3's shape, a prompt in 4 processes", _prompt, (2048, 32_768)),
-        ("Gemma 3 270M in 4 processes", _released, (2048, 16_384)),
+        ("Gemma 3's shape, a training step in 8 processes", _training, (4096, 8192)),
+        ("Gemma 3's shape, a prompt in 4 processes", _prompt, (2048, 16_384)),
+        ("Gemma 3 270M in 4 processes", _released, (2048, 4096)),
     ):
         model = Case(method="dense", seq_len=lengths[0 if quick else 1], is_causal=True)
         found.append(Step(f"{label}, {model.seq_len:,} tokens", partial(run, model)))

@@ -30,7 +30,7 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def steps(device: torch.device, quick: bool) -> list[Step]:
-    budget = 2.0 if quick else 60.0
+    budget = 2.0 if quick else 20.0
     side = 16 if quick else 64
     volume = (4, 8, 8) if quick else (16, 32, 32)
     window = 5 if quick else 13

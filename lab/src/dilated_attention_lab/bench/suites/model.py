@@ -24,9 +24,9 @@ from dilated_attention.models import (
 from dilated_attention.nn import grid_sines
 from dilated_attention_lab import released
 from dilated_attention_lab.bench import measure
-from dilated_attention_lab.bench.cases import contender
+from dilated_attention_lab.bench.cases import Contender, contender
 from dilated_attention_lab.bench.results import Row
-from dilated_attention_lab.bench.suites import Step, seconds
+from dilated_attention_lab.bench.suites import Step, over
 from dilated_attention_lab.training.loop import Recipe, Training
 from dilated_attention_lab.training.text import read_text
 
@@ -45,11 +45,10 @@ LEARNERS = {"dilated": Dilated((512, 2048, 8192), (1, 4, 16)), "dense": None}
 def steps(device: torch.device, quick: bool) -> list[Step]:
     tiles, layers = (1500, 1) if quick else (10_000, 12)
     return [
-        Step(f"slide encoder, {tiles:,} tiles", lambda: _slide(tiles, layers, device, 5.0 if quick else 300.0)),
+        Step(f"slide encoder, {tiles:,} tiles", lambda: _slide(tiles, layers, device, 5.0 if quick else 100.0)),
         Step("memory of the slide encoder and of tile attention", lambda: _slide_memory(tiles, layers, device)),
-        Step("tile attention", lambda: _tiles(tiles, layers, device, 5.0 if quick else 100.0)),
-        Step("ragged slides", lambda: _ragged(SLIDES[: 3 if quick else None], device, 5.0 if quick else 120.0)),
-        Step("decoding", lambda: _decoding(device, 5.0 if quick else 60.0, quick)),
+        Step("ragged slides", lambda: _ragged(SLIDES[: 3 if quick else None], device, 5.0 if quick else 30.0)),
+        Step("decoding", lambda: _decoding(device, 5.0 if quick else 20.0)),
         Step("training", lambda: _training(device, 3 if quick else 200)),
     ]
 
@@ -121,23 +120,27 @@ def slide_parameters(seq_len: int, layers: int) -> dict[str, Any]:
 
 
 def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
-    calls = encoders(layers, tiles, device, OURS, RIVAL)
-    ours, rival = (calls[name]() for name in (OURS, RIVAL))
+    """Compare the slide encoder and tile attention: what both encoders compute, and times."""
+    found: dict[str, Any] = {}
+
+    def noted(name: str, call: Any) -> Contender:
+        def run() -> None:
+            found[name] = call()
+
+        return contender(run)
+
+    calls = encoders(layers, tiles, device, OURS, RIVAL, TILES)
+    contenders = {name: noted(name, call) for name, call in calls.items()}
+    rounds = measure.interleave(contenders, seconds=budget, device=device, least=2)
     parameters = slide_parameters(tiles, layers)
+
+    ours, rival = found[OURS], found[RIVAL]
     largest = float(((ours - rival).abs() / (2e-5 + 1e-4 * rival.abs())).max())
     name = "largest difference of the embeddings over its tolerance, 2e-5 + 1e-4 of the entry"
     yield Row(name, parameters, largest, "x", bar=1.0)
-    yield _compared(calls, "slide encoder: time over the released algorithm's", parameters, 1 / 1.3, device, budget)
-
-
-def _compared(
-    calls: Mapping[str, Any], name: str, parameters: Mapping[str, Any], bar: float, device: torch.device, budget: float
-) -> Row:
-    """Return a row, called `name`, with the ratio of the first call's time to the second's."""
-    contenders = {key: contender(call) for key, call in calls.items()}
-    rounds = measure.interleave(contenders, seconds=budget, device=device, most=20)
-    one, other = calls
-    return Row.of(name, parameters, rounds.ratio(one, other), bar=bar, times=seconds(rounds))
+    name = "slide encoder: time over the released algorithm's"
+    yield over(rounds, OURS, RIVAL, "forward", parameters, name, bar=1 / 1.3)
+    yield over(rounds, TILES, OURS, "forward", parameters, "tile attention: time over one encoding", bar=1.5)
 
 
 def _slide_memory(tiles: int, layers: int, device: torch.device) -> Iterator[Row]:
@@ -153,12 +156,6 @@ def _slide_memory(tiles: int, layers: int, device: torch.device) -> Iterator[Row
         ("tile attention: peak memory above weights and input, over one encoding", TILES, OURS, 1.3),
     ):
         yield Row(name, parameters, None if unknown else peaks[way] / peaks[other], "x", bar=bar, refused=unknown)
-
-
-def _tiles(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
-    calls = encoders(layers, tiles, device, TILES, OURS)
-    parameters = slide_parameters(tiles, layers)
-    yield _compared(calls, "tile attention: time over one encoding", parameters, 1.5, device, budget)
 
 
 def _measure_peak(request: Mapping[str, Any]) -> int | None:
@@ -185,8 +182,10 @@ def _ragged(tiles: tuple[int, ...], device: torch.device, budget: float) -> Iter
     parameters = {**slide_parameters(max(tiles), layers), "tiles": list(tiles)}
     largest = float((together() - one_by_one()).abs().max())
     yield Row("ragged slides: largest difference to one by one", parameters, largest, "", bar=1e-5)
-    calls = {"together": together, "one by one": one_by_one}
-    yield _compared(calls, "ragged slides: time over one by one", parameters, 1.05, device, budget)
+    contenders = {"together": contender(together), "one by one": contender(one_by_one)}
+    rounds = measure.interleave(contenders, seconds=budget, device=device)
+    name = "ragged slides: time over one by one"
+    yield over(rounds, "together", "one by one", "forward", parameters, name, bar=1.05)
 
 
 def cache_at(config: LongNetConfig, position: int, room: int, device: torch.device) -> KeyValueCache:
@@ -211,8 +210,8 @@ def cache_bound(config: LongNetConfig) -> float:
     return 2 * config.num_layers * sum(w / r for w, r in branches) * config.embed_dim * 4
 
 
-def _decoding(device: torch.device, budget: float, quick: bool) -> Iterator[Row]:
-    most = 5 if quick else 40
+def _decoding(device: torch.device, budget: float) -> Iterator[Row]:
+    most = 20
     dense = LongNetConfig(num_layers=LANGUAGE.num_layers, pattern=None)
     room = (most + 2) * WRITTEN
     runs = [("dilated", LANGUAGE, position) for position in POSITIONS]
