@@ -51,11 +51,11 @@ BATCHES = [Batch(x, n, padded) for x, n in ((32, 128), (8, 512), (4, 2048)) for 
 def steps(device: torch.device, quick: bool) -> list[Step]:
     if quick:
         return [_step(device, "ModernBERT-base", Batch(4, 64, True), torch.float32, layers=3)]
-    padded = [batch for batch in BATCHES if batch.padded]
     return [
-        *[_step(device, "ModernBERT-base", batch, torch.float32) for batch in BATCHES],
-        *[_step(device, "ModernBERT-base", batch, torch.bfloat16) for batch in padded],
-        *[_step(device, "EmbeddingGemma", batch, torch.float32) for batch in padded],
+        _step(device, name, batch, dtype)
+        for name in MODELS
+        for dtype in (torch.float32, torch.bfloat16)
+        for batch in BATCHES
     ]
 
 
