@@ -178,9 +178,6 @@ def test_what_several_processes_measure() -> None:
     *shares, difference = context_parallel._training(replace(CASE, seq_len=1024))
     assert [row.bar for row in shares] == [1.15, None]
     assert difference.met
-    memory, tokens = context_parallel._prompt(replace(CASE, seq_len=1024))
-    assert memory.bar == 0.35
-    assert tokens.value == 0
 
 
 def test_overlap_is_measured_or_refused_with_the_reason() -> None:

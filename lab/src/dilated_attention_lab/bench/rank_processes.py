@@ -28,22 +28,19 @@ from dilated_attention_lab.bench.simulate import RehearsalLink
 Samples = dict[str, list[float]]
 
 
-def measure(
-    mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[str] = (), module: str = __name__
-) -> dict[str, Any]:
-    """Run `mode` of a module in `ranks` processes of one thread each, and return what it measures.
+def measure(mode: str, case: Case, ranks: int, *, rounds: int, limit: Sequence[str] = ()) -> dict[str, Any]:
+    """Run `mode` in `ranks` processes of one thread each, and return what it measures.
 
     Raises RuntimeError if a process fails.
 
     Args:
-        mode: a key of the module's `MODES`. rounds: how often each contender is timed.
+        mode: a key of `MODES`. rounds: how often each contender is timed.
         limit: a command to start the processes with, which gives them a slower network (`limited`).
-        module: this one, or `model_ranks`.
     """
     place = f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # elsewhere it has another name
     return in_new_process(
-        module,
+        __name__,
         {"mode": mode, "case": case.parameters, "rounds": rounds},
         limit=limit,
         launcher=("torch.distributed.run", *place, "-m"),
@@ -205,37 +202,24 @@ def _ring(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     return samples | {"difference": float(difference)}
 
 
-def _selecting(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
-    """Time a forward and backward of native sparse attention over the same sequence on one rank, and shared by all.
+def _shares(rounds: int, cores: int, seconds: Callable[[int, bool], float]) -> Samples:
+    """Compare the processor time of one rank for all of the work with the times of ranks that share it.
 
     Return the processor seconds of each round: of one rank `alone`, and the `mean` and the `most` over the ranks that
-    share. Waiting does not count, so there may be more ranks than cores. As many ranks as there are cores compute alone
-    at the same time, each by itself, since busy cores share the memory's rate; `alone` is their mean. Each round has
-    another input, for which other blocks are chosen.
+    share. Waiting does not count, so there may be more ranks than cores. `cores` ranks compute alone at the same time,
+    each by itself, since busy cores share the memory's rate; `alone` is their mean.
+
+    seconds: runs the work of a round, alone or shared, and returns this rank's seconds. Round 0 is a warm-up.
     """
-    width = case.heads * case.head_dim
-    torch.manual_seed(0)
-    whole, shared = (NativeSparseAttention(width, case.heads) for _ in range(2))
-    set_context_parallel(shared, mesh, seq_len=case.seq_len)
-    tables = Rotary(case.head_dim).tables(torch.arange(case.seq_len))
-    own, rank = slice(*sequence_range(case.seq_len, mesh)), dist.get_rank()
-    cores = min(os.cpu_count() or 1, dist.get_world_size())
-
-    def seconds(module: NativeSparseAttention, x: Tensor, at: slice) -> float:
-        begin = time.thread_time()
-        out = module(x[:, at], (tables[0][at], tables[1][at]))
-        torch.autograd.grad(out, list(module.parameters()), out.detach())
-        return time.thread_time() - begin
-
     samples: Samples = {"alone": [], "mean": [], "most": []}
-    for i in range(rounds + 1):  # the first is a warm-up
-        x = torch.randn(case.batch, case.seq_len, width)
+    rank = dist.get_rank()
+    for i in range(rounds + 1):
         times = torch.zeros(2, dist.get_world_size(), dtype=torch.float64)
         dist.barrier()
         if rank < cores:
-            times[0, rank] = seconds(whole, x, slice(None))
+            times[0, rank] = seconds(i, True)
         dist.barrier()
-        times[1, rank] = seconds(shared, x, own)
+        times[1, rank] = seconds(i, False)
         dist.all_reduce(times)
         alone, shares = times
         if i:
@@ -244,20 +228,94 @@ def _selecting(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     return samples
 
 
-MODES = {"scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring, "selecting": _selecting}
+def _selecting(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
+    """Time a forward and backward of native sparse attention over the same sequence on one rank, and shared by all.
+
+    Return what `_shares` does. Each round has another input, for which other blocks are chosen.
+    """
+    width = case.heads * case.head_dim
+    torch.manual_seed(0)
+    whole, shared = (NativeSparseAttention(width, case.heads) for _ in range(2))
+    set_context_parallel(shared, mesh, seq_len=case.seq_len)
+    tables = Rotary(case.head_dim).tables(torch.arange(case.seq_len))
+    own = slice(*sequence_range(case.seq_len, mesh))
+
+    def seconds(round_: int, is_alone: bool) -> float:
+        x = torch.randn(case.batch, case.seq_len, width, generator=torch.Generator().manual_seed(round_))
+        module, at = (whole, slice(None)) if is_alone else (shared, own)
+        begin = time.thread_time()
+        out = module(x[:, at], (tables[0][at], tables[1][at]))
+        torch.autograd.grad(out, list(module.parameters()), out.detach())
+        return time.thread_time() - begin
+
+    return _shares(rounds, min(os.cpu_count() or 1, dist.get_world_size()), seconds)
+
+
+def _of_gemma_shape() -> Any:
+    """Return a model with the widths, heads and windows of Gemma 3 270M, and random weights: 5 layers with windows, and
+    one that sees all earlier tokens."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    from dilated_attention.integrations.huggingface import NAME
+
+    config = Gemma3TextConfig(
+        num_hidden_layers=6, layer_types=["sliding_attention"] * 5 + ["full_attention"], sliding_window=512,
+        hidden_size=640, intermediate_size=2048, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
+        vocab_size=512, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def _training(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
+    """Time a training step of a transformers model on the same sequence on one rank, while the others wait, and shared
+    by all. Return what `_shares` does, and the relative `difference` of the losses.
+
+    Activations are computed anew in the backward: one rank could not hold those of a long sequence.
+    """
+    from dilated_attention.integrations.huggingface import shard_batch
+
+    model = _of_gemma_shape().train()
+    model.gradient_checkpointing_enable()
+    losses: dict[bool, float] = {}
+
+    def seconds(round_: int, is_alone: bool) -> float:
+        shape = case.batch, case.seq_len if round_ else case.seq_len // 16
+        tokens = torch.randint(512, shape, generator=torch.Generator().manual_seed(round_))
+        set_context_parallel(model, None if is_alone else mesh)
+        batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        if not is_alone:
+            batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh)
+        begin = time.thread_time()
+        loss = model(**batch).loss
+        loss.backward()
+        model.zero_grad()
+        losses[is_alone] = loss.item()
+        return time.thread_time() - begin
+
+    samples = _shares(rounds, 1, seconds)
+    return {**samples, "difference": abs(losses[False] - losses.get(True, 0.0)) / abs(losses[False])}
+
+
+MODES = {
+    "scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring, "selecting": _selecting,
+    "training": _training,
+}  # fmt: skip
 
 
 @record  # torchrun then tells a rank's traceback
-def serve(modes: Mapping[str, Callable[[Case, int, ProcessGroup], dict[str, Any]]], request: dict[str, Any]) -> None:
+def _serve(request: dict[str, Any]) -> None:
     """Be one of the processes that `measure` starts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    answer = modes[request["mode"]](Case(**request["case"]), request["rounds"], dist.group.WORLD)
+    answer = MODES[request["mode"]](Case(**request["case"]), request["rounds"], dist.group.WORLD)
     if dist.get_rank() == 0:
         print(json.dumps(answer), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    serve(MODES, json.loads(sys.argv[1]))
+    _serve(json.loads(sys.argv[1]))

@@ -37,13 +37,9 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     ]
     selecting = Case(method="dense", seq_len=tokens if quick else 131_072, heads=2, is_causal=True)
     found.append(Step("native sparse attention in 8 processes", partial(_selecting, selecting, rounds=1)))
-    for label, run, lengths in (
-        ("Gemma 3's shape, a training step in 8 processes", _training, (4096, 8192)),
-        ("Gemma 3's shape, a prompt in 4 processes", _prompt, (2048, 16_384)),
-        ("Gemma 3 270M in 4 processes", _released, (2048, 4096)),
-    ):
-        model = Case(method="dense", seq_len=lengths[0 if quick else 1], is_causal=True)
-        found.append(Step(f"{label}, {model.seq_len:,} tokens", partial(run, model)))
+    model = Case(method="dense", seq_len=4096 if quick else 8192, is_causal=True)
+    label = f"Gemma 3's shape, a training step in 8 processes, {model.seq_len:,} tokens"
+    found.append(Step(label, partial(_training, model)))
     return [*found, Step(f"a link of {MEGABITS} Mbit/s", partial(_overlap, _case(16384, 4, heads=4), rounds))]
 
 
@@ -112,68 +108,30 @@ def _scaling(case: Case, number: int, rounds: int) -> Iterator[Row]:
         yield Row.of(name, case.parameters, ratio, bar=bar, times=times)
 
 
-def _selecting(case: Case, rounds: int) -> Iterator[Row]:
-    number = 8
-    found = rank_processes.measure("selecting", case, number, rounds=rounds)
-    times = {name: Spread.of(found[name]) for name in found}
-    parameters = {name: value for name, value in case.parameters.items() if name != "method"}
+def _shares(title: str, parameters: dict[str, Any], number: int, found: dict[str, Any]) -> Iterator[Row]:
+    """Yield the times of `number` ranks that share a work over the time of one, which `rank_processes` has measured."""
+    times = {name: Spread.of(found[name]) for name in ("alone", "mean", "most")}
     for key, words, bar in (("mean", "a rank on average", 1.15), ("most", "the busiest rank", None)):
-        name = (
-            f"native sparse attention, forward+backward: {words} of {number}, over 1 / {number} of one process's time"
-        )
+        name = f"{title}: {words} of {number}, over 1 / {number} of one process's time"
         yield Row.of(name, parameters, Spread.of_ratios(found[key], found["alone"], number), bar=bar, times=times)
 
 
-def _with_a_model(mode: str, case: Case, number: int) -> Any:
-    return rank_processes.measure(mode, case, number, rounds=1, module="dilated_attention_lab.bench.model_ranks")
+def _selecting(case: Case, rounds: int) -> Iterator[Row]:
+    found = rank_processes.measure("selecting", case, 8, rounds=rounds)
+    parameters = {name: value for name, value in case.parameters.items() if name != "method"}
+    yield from _shares("native sparse attention, forward+backward", parameters, 8, found)
 
 
 def _training(case: Case) -> Iterator[Row]:
-    number = 8
     parameters = {"model": "Gemma 3's shape, 6 layers", "heads": 4, "seq_len": case.seq_len}
     title = "training step of a transformers model"
     if why := activations.missing():
         yield Row(title, parameters, None, "x", refused=why)
         return
-    found = _with_a_model("training", case, number)
-    times = {name: Spread.of(found[name]) for name in ("alone", "mean", "most")}
-    for key, words, bar in (("mean", "a rank on average", 1.15), ("most", "the busiest rank", None)):
-        name = f"{title}: {words} of {number}, over 1 / {number} of one process's time"
-        yield Row.of(name, parameters, Spread.of_ratios(found[key], found["alone"], number), bar=bar, times=times)
-    name = f"{title}: relative difference of the loss of {number} processes to one process's"
+    found = rank_processes.measure("training", case, 8, rounds=1)
+    yield from _shares(title, parameters, 8, found)
+    name = f"{title}: relative difference of the loss of 8 processes to one process's"
     yield Row(name, parameters, found["difference"], "", bar=1e-5)
-
-
-def _prompt(case: Case) -> Iterator[Row]:
-    number = 4
-    parameters = {"model": "Gemma 3's shape, 6 layers", "heads": 4, "seq_len": case.seq_len}
-    name = (
-        f"prompt of a transformers model: measured peak memory of one of {number}, without weights, over one process's"
-    )
-    if why := activations.missing():
-        yield Row(name, parameters, None, "x", refused=why)
-        return
-    alone = _with_a_model("prompt", case, 1)
-    shared = _with_a_model("prompt", case, number)
-    if alone["peak"] and shared["peak"]:
-        yield Row(name, parameters, shared["peak"] / alone["peak"], "x", bar=0.35)
-    else:
-        yield Row(name, parameters, None, "x", bar=0.35, refused=UNTOLD)
-    different = sum([x != y for x, y in zip(alone["tokens"], shared["tokens"], strict=True)])
-    name = f"prompt of a transformers model: new tokens, of {len(alone['tokens'])}, that differ from one process's"
-    yield Row(name, parameters, different, "tokens", bar=0)
-
-
-def _released(case: Case) -> Iterator[Row]:
-    number = 4
-    parameters = {"model": "Gemma 3 270M", "heads": 4, "seq_len": case.seq_len}
-    name = f"relative difference of {number} processes to one"
-    if why := activations.missing(activations.GEMMA, "gguf"):
-        yield Row(name, parameters, None, "", refused=why)
-        return
-    found = _with_a_model("released", case, number)
-    for key, words in (("states", "states"), ("logits", "logits of one token in 64"), ("loss", "loss")):
-        yield Row(f"{name}: {words}", parameters, found[key], "", bar=2e-4)
 
 
 def _overlap(case: Case, rounds: int) -> Iterator[Row]:
