@@ -15,7 +15,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,30 @@ def peak_above_now(call: Callable[[], object], device: torch.device) -> int | No
     synchronize(device)
     after = peak_memory(device)
     return None if before is None or after is None else after - before
+
+
+@dataclass(slots=True)
+class Noted:
+    """Run a call as a contender of one phase, and keep what its last run returned and what that took.
+
+    Attributes:
+        result: what the call returned; None before the first run.
+        bytes: what the call added to memory at its peak; None if the system does not say.
+    """
+
+    call: Callable[[], Any]
+    device: torch.device
+    phase: str = "forward"
+    result: Any = None
+    bytes: int | None = None
+
+    def __call__(self) -> Iterator[str]:
+        self.result = None
+        self.bytes = peak_above_now(self._run, self.device)
+        yield self.phase
+
+    def _run(self) -> None:
+        self.result = self.call()
 
 
 def forget_peak(device: torch.device) -> None:

@@ -21,7 +21,6 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         _over_dense_calls(length, device, budget),
         _linear(2 * 32768 if quick else MILLION, device, 6.0 if quick else 20.0),
         peak(replace(LONGNET, seq_len=65536 if quick else 262144), device, bar=1.7),
-        _one_segment(device, 2.0 if quick else 5.0),
         Step("plan of 2^30 tokens", _plan),
     ]
 
@@ -58,28 +57,6 @@ def _linear(seq_len: int, device: torch.device, budget: float) -> Step:
         )
 
     return Step(f"time per token at {seq_len:,} tokens", run, ((long, False), (short, False)))
-
-
-def _one_segment(device: torch.device, budget: float) -> Step:
-    three = replace(LONGNET, seq_len=1024)
-    one = replace(three, segment_lengths=(2048,), dilation_rates=(1,))
-    dense = replace(three, method="dense")
-    repeat = 8  # a call is short against what an interruption takes
-
-    def run() -> Iterator[Row]:
-        cases = {"one branch": one, "three branches": three, "dense": dense}
-        contenders = {name: case.contender(device, repeat=repeat) for name, case in cases.items()}
-        rounds = measure.interleave(contenders, seconds=budget, device=device)
-        useful = {name: float(repeat * case.flops) for name, case in cases.items()}
-        for name, bar in (("one branch", 1.10), ("three branches", None)):
-            title, its = "within the first segment: time over dense attention", cases[name].parameters
-            yield over(rounds, name, "dense", "forward", its, title, bar=bar, rates=rates(rounds, "forward", useful))
-        with torch.no_grad():
-            q, k, v = one.inputs(device)[0]
-            calls = measure.fused_calls(lambda: one.prepare()(q, k, v))
-        yield Row("within the first segment: fused calls", one.parameters, float(calls), "calls", bar=1.0)
-
-    return Step(f"{three.seq_len:,} tokens, one segment", run, ((one, False), (dense, False)))
 
 
 def _plan() -> Iterator[Row]:

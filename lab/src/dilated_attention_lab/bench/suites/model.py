@@ -24,7 +24,7 @@ from dilated_attention.models import (
 from dilated_attention.nn import grid_sines
 from dilated_attention_lab import released
 from dilated_attention_lab.bench import measure
-from dilated_attention_lab.bench.cases import Contender, contender
+from dilated_attention_lab.bench.cases import contender
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, over
 from dilated_attention_lab.training.loop import Recipe, Training
@@ -121,20 +121,12 @@ def slide_parameters(seq_len: int, layers: int) -> dict[str, Any]:
 
 def _slide(tiles: int, layers: int, device: torch.device, budget: float) -> Iterator[Row]:
     """Compare the slide encoder and tile attention: what both encoders compute, and times."""
-    found: dict[str, Any] = {}
-
-    def noted(name: str, call: Any) -> Contender:
-        def run() -> None:
-            found[name] = call()
-
-        return contender(run)
-
     calls = encoders(layers, tiles, device, OURS, RIVAL, TILES)
-    contenders = {name: noted(name, call) for name, call in calls.items()}
-    rounds = measure.interleave(contenders, seconds=budget, device=device, least=2)
+    work = {name: measure.Noted(call, device) for name, call in calls.items()}
+    rounds = measure.interleave(work, seconds=budget, device=device, least=2)
     parameters = slide_parameters(tiles, layers)
 
-    ours, rival = found[OURS], found[RIVAL]
+    ours, rival = work[OURS].result, work[RIVAL].result
     largest = float(((ours - rival).abs() / (2e-5 + 1e-4 * rival.abs())).max())
     name = "largest difference of the embeddings over its tolerance, 2e-5 + 1e-4 of the entry"
     yield Row(name, parameters, largest, "x", bar=1.0)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dilated_attention_lab.bench import activations, measure
 from dilated_attention_lab.bench.cases import Contender
+from dilated_attention_lab.bench.measure import Noted
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, over
 
@@ -106,12 +107,10 @@ def _choosing(device: torch.device, seq_len: int) -> Step:
         torch.manual_seed(0)
         model = _deepseek().to(device).eval()
         tokens = torch.randint(256, (1, seq_len), device=device)
-        prompts = {OURS: _Prompt()}
         why = measure.lack_of_memory(2 * 4 * scores, device)
-        if why is None:
-            prompts["sdpa"] = _Prompt()
-        contenders = {name: prompt.reads(model, name, tokens) for name, prompt in prompts.items()}
-        rounds = measure.interleave(contenders, seconds=10, device=device, least=1, most=5)
+        names = (OURS,) if why else (OURS, "sdpa")
+        prompts = {name: Noted(partial(_states, model, name, tokens), device) for name in names}
+        rounds = measure.interleave(prompts, seconds=10, device=device, least=1, most=5)
 
         figures = {}
         for name, prompt in prompts.items():
@@ -152,22 +151,15 @@ def _t5(device: torch.device, seq_len: int) -> Step:
         tokens = torch.randint(256, (1, seq_len), device=device)
         why = measure.lack_of_memory(tensors * 4 * heads * seq_len**2, device)
         names = (OURS,) if why else (OURS, "sdpa")
-        added: dict[str, int | None] = {}
-
-        def noted(name: str) -> Contender:
+        work = {}
+        for name in names:
             call = _call(model, name, tokens, phase != "forward")
-
-            def work() -> Iterator[str]:
-                added[name] = measure.peak_above_now(partial(list, call()), device)
-                yield phase
-
-            return work
-
-        rounds = measure.interleave({name: noted(name) for name in names}, seconds=10, device=device, least=1, most=5)
+            work[name] = Noted(lambda call=call: list(call()), device, phase)  # type: ignore[misc]
+        rounds = measure.interleave(work, seconds=10, device=device, least=1, most=5)
         figures = {}
         for name in names:
             yield Row.of(f"position_bias, {name}: {phase}", parameters, rounds.spread(name, phase), "s")
-            peak = added[name]
+            peak = work[name].bytes
             if peak is not None:
                 figures[name] = peak
                 yield Row(f"position_bias, {name}, {phase}: peak memory", parameters, peak, "bytes")
@@ -247,12 +239,11 @@ def _gemma(device: torch.device, seq_len: int) -> Step:
     parameters = GEMMA_SHAPE | {"seq_len": seq_len}
 
     def rows(model: Any, tokens: Tensor) -> Iterator[Row]:
-        prompts = {name: _Prompt() for name in (OURS, "sdpa")}
-        contenders = {name: prompt.reads(model, name, tokens) for name, prompt in prompts.items()}
-        rounds = measure.interleave(contenders, seconds=30, device=device, least=1, most=5)
+        prompts = {name: Noted(partial(_states, model, name, tokens), device) for name in (OURS, "sdpa")}
+        rounds = measure.interleave(prompts, seconds=30, device=device, least=1, most=5)
         yield over(rounds, OURS, "sdpa", "forward", parameters, bar=0.75)
         with torch.no_grad():
-            ours, sdpa = (model.lm_head(prompts[name].states[-1024:]) for name in (OURS, "sdpa"))
+            ours, sdpa = (model.lm_head(prompts[name].result[-1024:]) for name in (OURS, "sdpa"))
         two = sdpa.topk(2).values
         other = (ours.argmax(-1) != sdpa.argmax(-1)) & (two[:, 0] - two[:, 1] > 1e-2)
         name = "logits of the last 1,024 tokens: relative distance to sdpa's"
@@ -283,21 +274,19 @@ def _gemma_blocks(device: torch.device, seq_len: int) -> Step:
         from dilated_attention.integrations.huggingface import sparsify
         from dilated_attention.routing import sampled_blocks
 
-        block, prompts = 64, {name: _Prompt() for name in ("chosen blocks", "dense")}
+        block = 64
         # At least 1,024 tokens for a row: with them, a quarter of all blocks at 16,384.
         chosen = partial(sampled_blocks, lookahead=True, density=0.235, block_size=block, floor=1024 // block)
         selectors = {"chosen blocks": chosen, "dense": None}
 
-        def contender(name: str) -> Contender:
-            def work() -> Iterator[str]:
-                sparsify(model, selectors[name], first=0)
-                yield from prompts[name].reads(model, OURS, tokens)()
+        def read(name: str) -> Tensor:
+            sparsify(model, selectors[name], first=0)
+            return _states(model, OURS, tokens)
 
-            return work
-
-        rounds = measure.interleave({name: contender(name) for name in prompts}, seconds=30, device=device, least=1)
+        prompts = {name: Noted(partial(read, name), device) for name in selectors}
+        rounds = measure.interleave(prompts, seconds=30, device=device, least=1)
         sparsify(model, None)
-        nats = {name: _nats(model, prompt.states, tokens) for name, prompt in prompts.items()}
+        nats = {name: _nats(model, prompt.result, tokens) for name, prompt in prompts.items()}
         more = nats["chosen blocks"] - nats["dense"]
         ratio, last = (math.exp(x.mean()) for x in (more, more[block - 1 :: block]))
         figures = {f"perplexity, {name}": math.exp(value.mean()) for name, value in nats.items()}
@@ -354,26 +343,12 @@ def _of_gemma(
     yield from rows(model.to(device), text[:, : parameters["seq_len"]].to(device))
 
 
-class _Prompt:
-    """Run a model on a prompt, and hold what the last run left: the last layer's `states` `(seq, width)`, and the
-    `bytes` that the forward added at its peak, None if the system does not say. `reads` returns the contender."""
-
-    def __init__(self) -> None:
-        self.states = torch.empty(0)
-        self.bytes: int | None = None
-
-    def reads(self, model: Any, implementation: str, tokens: Tensor) -> Contender:
-        def forward() -> None:
-            with torch.no_grad():
-                self.states = model.model(tokens, use_cache=False).last_hidden_state[0]
-
-        def work() -> Iterator[str]:
-            self.states = torch.empty(0)
-            choose(model, implementation)
-            self.bytes = measure.peak_above_now(forward, tokens.device)
-            yield "forward"
-
-        return work
+@torch.no_grad()
+def _states(model: Any, implementation: str, tokens: Tensor) -> Tensor:
+    """Return the last layer's states `(seq, width)` of the model with this implementation of attention."""
+    choose(model, implementation)
+    states: Tensor = model.model(tokens, use_cache=False).last_hidden_state
+    return states[0]
 
 
 @torch.no_grad()
