@@ -145,14 +145,13 @@ def _reference(model: Any, held: dict[str, Tensor], tokens: int, generator: torc
     def language() -> Tensor:
         x = held["embed_tokens.weight"][ids]
         states = released.stack(held, "", x, options(config, is_causal))
-        return _logits(held, "", states) if is_causal else states
+        return _logits(held, states) if is_causal else states
 
     return lambda m: m(ids), language
 
 
-def _logits(held: dict[str, Tensor], prefix: str, states: Tensor) -> Tensor:
-    name = f"{prefix}output_projection.weight"
-    return states @ (held[name] if name in held else held[f"{prefix}embed_tokens.weight"]).T
+def _logits(held: dict[str, Tensor], states: Tensor) -> Tensor:
+    return states @ held.get("output_projection.weight", held["embed_tokens.weight"]).T
 
 
 def _compare(name: str, actual: Tensor, expected: Tensor) -> Parity:

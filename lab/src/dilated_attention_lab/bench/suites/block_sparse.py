@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, plan_cache, routing
-from dilated_attention.layout import DENSE_LIMIT
 from dilated_attention.plumbing import Call, blocks, layouts_of
 from dilated_attention_lab.bench import activations, measure
 from dilated_attention_lab.bench.cases import Blocks, Case, Method
@@ -87,7 +86,7 @@ def _over_dense(found: list[Case], device: torch.device, budget: float) -> Step:
 def _over_rivals(case: Case, device: torch.device, budget: float, *names: Method) -> Step:
     """Compare a block-sparse case with other ways to run its layout, the methods `names` of `Case`: results and times.
     FlexAttention has no backward on a CPU."""
-    rivals = {name: replace(case, method=name) for name in names if name != "mask" or case.seq_len**2 <= DENSE_LIMIT}
+    rivals = {name: replace(case, method=name) for name in names}
     no_compiler = device.type == "cpu" and shutil.which("c++") is None and rivals.pop("flex", None) is not None
     trained = {name: name != "flex" or device.type != "cpu" for name in rivals}
 

@@ -34,13 +34,13 @@ LINEAR = 8e9
 def steps(device: torch.device, quick: bool) -> list[Step]:
     if quick:
         return [
-            _shape(device, "ModernBERT-base", _modernbert, 1024, "sdpa", {"layers": 3}, {"forward": None}),
+            _shape(device, "ModernBERT-base", modernbert, 1024, "sdpa", {"layers": 3}, {"forward": None}),
             _choosing(device, 1024),
             _t5(device, 1024),
         ]
     return [
-        _shape(device, "ModernBERT-base", _modernbert, 8192, "sdpa", {"layers": 22}, {"forward": 0.4}),
-        _shape(device, "ModernBERT-base", _modernbert, 8192, "sdpa", {"layers": 3}, {"forward+backward": 0.4}),
+        _shape(device, "ModernBERT-base", modernbert, 8192, "sdpa", {"layers": 22}, {"forward": 0.4}),
+        _shape(device, "ModernBERT-base", modernbert, 8192, "sdpa", {"layers": 3}, {"forward+backward": 0.4}),
         _shape(device, "Mistral-7B", _mistral, 16384, "sdpa", {"layers": 1}, {"forward": 0.6}),
         _shape(device, "gpt-oss", _gpt_oss, 8192, "eager", {"layers": 2, "heads": 8}, {"forward+backward": 0.3}),
         _gemma(device, 8192),
@@ -51,18 +51,16 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
     ]
 
 
-def _modernbert(layers: int) -> Any:
+def modernbert(layers: int) -> Any:
     from transformers import ModernBertConfig, ModernBertModel
 
-    return ModernBertModel(ModernBertConfig(num_hidden_layers=layers, max_position_embeddings=32768))
+    return ModernBertModel(ModernBertConfig(num_hidden_layers=layers))
 
 
 def _mistral(layers: int) -> Any:
     from transformers import MistralConfig, MistralModel
 
-    return MistralModel(
-        MistralConfig(num_hidden_layers=layers, vocab_size=256, sliding_window=4096, max_position_embeddings=32768)
-    )
+    return MistralModel(MistralConfig(num_hidden_layers=layers, vocab_size=256, sliding_window=4096))
 
 
 def _gpt_oss(layers: int, heads: int) -> Any:

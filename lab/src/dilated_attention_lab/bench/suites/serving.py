@@ -16,7 +16,7 @@ from dilated_attention_lab.bench import measure
 from dilated_attention_lab.bench.cases import Contender, contender
 from dilated_attention_lab.bench.results import Row
 from dilated_attention_lab.bench.suites import Step, over
-from dilated_attention_lab.bench.suites.own_attention import OURS, choose
+from dilated_attention_lab.bench.suites.own_attention import OURS, choose, modernbert
 
 UNPADDED = "unpadded"
 WORDS = 256  # the forward of a larger vocabulary takes no longer
@@ -57,12 +57,6 @@ def steps(device: torch.device, quick: bool) -> list[Step]:
         for dtype in (torch.float32, torch.bfloat16)
         for batch in BATCHES
     ]
-
-
-def _modernbert(layers: int) -> Any:
-    from transformers import ModernBertConfig, ModernBertModel
-
-    return ModernBertModel(ModernBertConfig(num_hidden_layers=layers))
 
 
 def _embedding_gemma(layers: int) -> Any:
@@ -181,4 +175,4 @@ def _openvino(model: bytes, dtype: torch.dtype, inputs: tuple[Tensor, Tensor]) -
 
 
 RUNTIMES = {"ONNX Runtime": _onnx_runtime, "OpenVINO": _openvino}
-MODELS: dict[str, Callable[[int], Any]] = {"ModernBERT-base": _modernbert, "EmbeddingGemma": _embedding_gemma}
+MODELS: dict[str, Callable[[int], Any]] = {"ModernBERT-base": modernbert, "EmbeddingGemma": _embedding_gemma}
