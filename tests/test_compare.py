@@ -15,7 +15,7 @@ from dilated_attention.backends.reference import count_matrix
 from dilated_attention_lab.bench import compare, rank_processes
 from dilated_attention_lab.bench.cases import Case
 from dilated_attention_lab.bench.exact import exact, keys_of, keys_reached
-from dilated_attention_lab.bench.results import Row, read
+from dilated_attention_lab.bench.results import read
 from dilated_attention_lab.bench.suites import strategies
 from dilated_attention_lab.commands import main
 
@@ -155,7 +155,6 @@ def test_what_a_file_holds_is_not_measured_again(few, no_strategies, tmp_path, m
 def test_a_setting_is_measured_again_after_an_interruption(few, no_strategies, tmp_path, monkeypatch):
     setting = compare.Setting(TINY, backward=False, seconds=0.0)
     monkeypatch.setattr(compare, "settings", lambda quick: [setting])
-    monkeypatch.setattr(compare, "ring_of_two", lambda *arguments: iter(()))
     words, calls, measured = ["compare", "--out", str(tmp_path / "out")], [], compare.measured
 
     def counted(*arguments):
@@ -165,10 +164,6 @@ def test_a_setting_is_measured_again_after_an_interruption(few, no_strategies, t
     monkeypatch.setattr(compare, "measured", counted)
     assert [main(words) for _ in range(2)] == [0, 0]
     assert len(calls) == 2  # the first ended among the variants
-    two = {"parameters": compare.parameters(setting, "ring of two processes", TINY), "value": 1.0, "unit": "ms"}
-    monkeypatch.setattr(compare, "ring_of_two", lambda *arguments: iter([Row(compare.NAME, **two)]))
-    assert [main(words) for _ in range(2)] == [0, 0]
-    assert len(calls) == 3
 
 
 def test_the_settings_of_a_whole_file_are_held_and_none_without_any_of_its_rows():
@@ -178,32 +173,16 @@ def test_the_settings_of_a_whole_file_are_held_and_none_without_any_of_its_rows(
     reported = next(setting for setting in whole if setting.base == compare.REPORTED and not setting.compiled)
     its = [row for row in rows if not compare.held([x for x in rows if x is not row], reported)]
     assert Counter(row["name"] for row in its) == {
-        compare.NAME: 19, compare.WORST: 1, f"forward: {compare.RING}": 1, f"forward+backward: {compare.RING}": 1,
+        compare.NAME: 18, compare.WORST: 1, f"forward: {compare.RING}": 1, f"forward+backward: {compare.RING}": 1,
         "the plan: time over LongNet branches": 6, "the plan: time over head groups": 6,
     }  # fmt: skip
-
-
-def test_a_ring_of_two_that_is_not_measured_has_the_reason(monkeypatch, capsys):
-    setting = compare.Setting(TINY)
-
-    def failing(*arguments, **options):
-        raise RuntimeError("no interface on some-machine")
-
-    monkeypatch.setattr(rank_processes, "measure", failing)
-    rows = {device: [*compare.ring_of_two(setting, torch.device(device))] for device in ("cuda", "cpu")}
-    assert [row.parameters["variant"] for (row,) in rows.values()] == [compare.TWO] * 2
-    assert [row.refused for (row,) in rows.values()] == [
-        "its two processes run on the CPU alone, not on cuda",
-        "its two processes failed; standard error said why",
-    ]
-    assert "no interface on some-machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("platform", "named"), [("linux", {"GLOO_SOCKET_IFNAME": "lo"}), ("darwin", {})])
 def test_the_loopback_interface_is_named_where_it_has_that_name(platform, named, monkeypatch):
     monkeypatch.setattr(rank_processes.sys, "platform", platform)
     monkeypatch.setattr(rank_processes, "in_new_process", lambda *arguments, **options: options)
-    options = rank_processes.measure("ring", TINY, 2, rounds=1)
+    options = rank_processes.measure("scaling", TINY, 2, rounds=1)
     assert {name: value for name, value in options.items() if "GLOO" in name} == named
 
 

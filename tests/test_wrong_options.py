@@ -149,7 +149,6 @@ def no_work(monkeypatch):
     monkeypatch.setattr(writing, "write", lambda *arguments, **options: islice(write(*arguments, **options), 2))
     monkeypatch.setattr(simulate, "rehearse", lambda worlds: [ended[0](worlds[0], *ended[1:])])
     monkeypatch.setattr(compare, "measured", lambda *arguments: Suite.steps(*arguments)[0].measure())
-    monkeypatch.setattr(compare, "ring_of_two", lambda *arguments, **options: iter(()))
     monkeypatch.setattr(strategies, "measured", lambda case, *_: iter([Row("figure", case.parameters, 1.0, "x")]))
     monkeypatch.setattr(check, "GUARDS", ())
     monkeypatch.setitem(command.SUITES, "foundation", Suite)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, TypeVar
@@ -155,7 +154,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measure every variant of the reports in the same rounds: dense, LongNet branches, head groups, rings, "
+        "Measure every variant of the reports in the same rounds: dense, LongNet branches, head groups, ring, "
         "block-sparse, both multihead modules. Prints one table per setting with time, memory, error against float64 "
         "and keys reached, writes rows to <out>/<device>/compare.jsonl and draws two pictures. Settings that the file "
         "already holds are not measured again."
@@ -188,7 +187,7 @@ def _compare(options: argparse.Namespace) -> int:
         else:
             setting = settings[label]
             if options.again or not compare.held(recorder.rows, setting):
-                for row in chain(compare.measured(setting, device), compare.ring_of_two(setting, device)):
+                for row in compare.measured(setting, device):
                     recorder.add(row)
             shown = compare.table(compare.rows_at(recorder.rows, setting))
         show(_table(label, *shown))

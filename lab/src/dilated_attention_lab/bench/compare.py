@@ -3,7 +3,6 @@ keys, score entries."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_lab.bench import measure, rank_processes
+from dilated_attention_lab.bench import measure
 from dilated_attention_lab.bench.cases import SPARSE, Case, Method, trained
 from dilated_attention_lab.bench.exact import exact, keys_reached, rows_of
-from dilated_attention_lab.bench.measure import Spread
 from dilated_attention_lab.bench.results import Record, Row
 from dilated_attention_lab.verification import BARS
 
@@ -38,7 +36,6 @@ PAIR = "ring of one process", "LongNet branches"
 """Two variants: the first does the same work as the second, and some checks."""
 PLANNED = {f"{blocks} blocks, {density:.0%}": bar for blocks in ("local", "random") for density, bar in PLAN.items()}
 BASELINES = "LongNet branches", "head groups"
-TWO = "ring of two processes"
 NAME, WORST, RING = "compare", "largest error of a variant", "ring of one process: time over dilated_attention"
 PLAN_OVER = "the plan: time over"
 
@@ -66,10 +63,6 @@ class Setting:
     def plain(self) -> bool:
         """Return whether this is float32, batch 1 and not compiled. Only then is the peak memory measured."""
         return self.base.dtype == "float32" and self.base.batch == 1 and not self.compiled
-
-    @property
-    def has_ring_of_two(self) -> bool:
-        return self.plain and self.base.seq_len <= 32768
 
     @property
     def has_plan(self) -> bool:
@@ -206,8 +199,9 @@ def rows_at(rows: Sequence[Record], setting: Setting) -> list[Record]:
 
 def held(rows: Sequence[Record], setting: Setting) -> bool:
     """Return whether the rows of a file include all that the setting measures: an interruption leaves some out."""
-    shown = [*variants(setting.base), *([TWO] if setting.has_ring_of_two else [])]
-    wanted = {*product([NAME], shown), *product([WORST, *(f"{phase}: {RING}" for phase in setting.phases)], [None])}
+    wanted: set[tuple[str, str | None]] = {(WORST, None)}
+    wanted |= {(NAME, name) for name in variants(setting.base)}
+    wanted |= {(f"{phase}: {RING}", None) for phase in setting.phases}
     if setting.has_plan:
         wanted |= {(f"{PLAN_OVER} {baseline}", name) for baseline in BASELINES for name in PLANNED}
     return wanted <= {(row["name"], row["parameters"].get("variant")) for row in _of(setting, rows)}
@@ -225,33 +219,6 @@ def _of(setting: Setting, rows: Sequence[Record]) -> Iterator[Record]:
         its = row["parameters"]
         if wanted.items() <= its.items() and its.get("branches", its.get("segment_lengths")) == shared["branches"]:
             yield row
-
-
-def ring_of_two(setting: Setting, device: torch.device) -> Iterator[Row]:
-    """Yield the row of a ring of two processes of one thread each, measured in separate rounds; nothing unless the
-    setting is `plain` and has at most 32,768 tokens."""
-    if not setting.has_ring_of_two:
-        return
-    case = variants(setting.base)["LongNet branches"]
-    refused = None if device.type == "cpu" else f"its two processes run on the CPU alone, not on {device.type}"
-    if refused is None:
-        try:
-            found = rank_processes.measure("ring", case, 2, rounds=3)
-        except RuntimeError as error:  # it names the machine, which a row does not
-            print(f"{setting.label}: {error}", file=sys.stderr)
-            refused = "its two processes failed; standard error said why"
-    if refused is not None:
-        yield Row(NAME, parameters(setting, TWO, case), None, "ms", refused=refused)
-        return
-    times = {phase: Spread.of(found[phase]) for phase in ("forward", "forward+backward")}
-    yield Row.of(
-        NAME,
-        parameters(setting, TWO, case),
-        times["forward"].scaled(1e3),
-        "ms",
-        times=times,
-        figures={"difference from one process": found["difference"]},
-    )
 
 
 def inputs_of(base: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Measure with several real processes under torchrun, for the suite `parallel` and `compare`; rank 0 prints JSON."""
+"""Measure with several real processes under torchrun, for the suite `parallel`; rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -184,24 +184,6 @@ def _overlap(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
     return samples | {"bytes": sent}
 
 
-def _ring(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
-    """Time a forward, and a forward and backward, on all ranks. Return each one's seconds in every round, and the
-    largest absolute `difference` between the output and one process's."""
-    tensors = _tensors(case)
-    shards = [shard_sequence(x, mesh) for x in tensors]
-
-    @torch.no_grad()
-    def forward() -> None:
-        _attend(case, shards, mesh)
-
-    with torch.no_grad():
-        whole = shard_sequence(_attend(case, tensors, None), mesh)
-        difference = (_attend(case, shards, mesh) - whole).abs().max()
-    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
-    samples = _interleave({"forward": forward, "forward+backward": _training_step(case, shards, mesh)}, rounds)
-    return samples | {"difference": float(difference)}
-
-
 def _shares(rounds: int, cores: int, seconds: Callable[[int, bool], float]) -> Samples:
     """Compare the processor time of one rank for all of the work with the times of ranks that share it.
 
@@ -300,8 +282,7 @@ def _training(case: Case, rounds: int, mesh: ProcessGroup) -> dict[str, Any]:
 
 
 MODES = {
-    "scaling": _scaling, "single": _single, "overlap": _overlap, "ring": _ring, "selecting": _selecting,
-    "training": _training,
+    "scaling": _scaling, "single": _single, "overlap": _overlap, "selecting": _selecting, "training": _training,
 }  # fmt: skip
 
 
