@@ -225,7 +225,7 @@ def _joined(
         indices = layout.indices
     counts = link.whole(own, heads, "in the exchange of list lengths").unflatten(1, (batch, rows)).transpose(0, 1)
     ends = list(accumulate((max(0, entries) for *_, entries in facts), initial=0))
-    indices = link.whole(indices[:, None], ends, "in the exchange of lists").flatten()
+    indices = link.whole(indices, ends, "in the exchange of lists")
 
     # a rank's lists come sample by sample
     number = torch.arange(counts.numel(), device=device).view(counts.shape)

@@ -362,10 +362,7 @@ class Link:
         return copies.view(self.size, own, *copies.shape[1:]).sum(0)
 
     def whole(self, rows: Tensor, bounds: Sequence[int], what: str) -> Tensor:
-        """Gather the shards of all ranks into the whole sequence, on every rank.
-
-        Each shard is `(shard, ...)`, of two dimensions or more; `bounds` are the shard edges.
-        """
+        """Return the whole sequence, made of the shards of all ranks, `(shard, ...)`; `bounds`: shard edges."""
         if not rows.shape[1:].numel():
             return rows.new_empty(bounds[-1], *rows.shape[1:])
         sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -374,8 +371,8 @@ class Link:
         message[: len(rows)] = rows
 
         # As bytes: gloo has no int16, and writes the bytes of a bool as 0 or 1, the seal's too.
-        found = self.all_gather(message.flatten(1).view(torch.uint8), framing, what).wait()
-        found = found.view(rows.dtype).unflatten(1, rows.shape[1:])
+        found = self.all_gather(_bytes(message), framing, what).wait()
+        found = found.view(rows.dtype).view(-1, *rows.shape[1:])
         return torch.cat([shard[:size] for shard, size in zip(found.split(framing.rows), sizes, strict=True)])
 
     def agreed_seed(self, seed: Tensor) -> Tensor:
@@ -484,7 +481,7 @@ class Link:
         buffer = transfer.buffer
         expected = torch.tensor(transfer.seal, device=buffer.device)
         where = torch.from_numpy(transfer.framing.seals).to(buffer.device)
-        sealed = buffer.flatten(1).view(torch.uint8)[where].flatten(1)[:, :_SEAL_BYTES]
+        sealed = _bytes(buffer)[where].flatten(1)[:, :_SEAL_BYTES]
         seals = sealed.flatten().view(torch.int64).view(-1, 2)  # (messages, 2): hash and number
         right = (seals == expected).all(1)
         if buffer.device.type == "cuda":
@@ -593,7 +590,7 @@ class Link:
 
     def _write_seals(self, buffer: Tensor, framing: Framing, seal: tuple[int, int]) -> None:
         if framing.rows:
-            rows = buffer.flatten(1).view(torch.uint8)
+            rows = _bytes(buffer)
             padded = torch.zeros(framing.seal * rows.shape[1], dtype=torch.uint8, device=buffer.device)
             padded[:_SEAL_BYTES] = torch.tensor(seal, device=buffer.device).view(torch.uint8)
             rows[torch.from_numpy(framing.seals).to(buffer.device)] = padded.view(framing.seal, -1)
@@ -631,6 +628,11 @@ class Link:
         self.traffic.messages_received += len(into.peers)
         self.traffic.rounds += 1
         return Transfer(self, works, buffer, received, seal, what)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """View rows `(rows, ...)` as bytes, `(rows, bytes)`."""
+    return rows.unsqueeze(-1).flatten(1).view(torch.uint8)
 
 
 @lru_cache(maxsize=1024)

@@ -109,13 +109,7 @@ def gathered(x: Tensor, dim: int, bounds: Sequence[int], mesh: Mesh, name: str) 
 
     The gradient is summed over the ranks' copies. `name` names the call in errors and in messages, on every rank alike.
     """
-    is_vector = x.dim() < 2  # messages are rows
-    rows = x.movedim(dim, 0)
-    if is_vector:
-        rows = rows[:, None]
-    whole = _Gathered.apply(rows, False, bounds, link_of(context_group(mesh)), name)
-    if is_vector:
-        whole = whole[:, 0]
+    whole = _Gathered.apply(x.movedim(dim, 0), False, bounds, link_of(context_group(mesh)), name)
     return whole.movedim(0, dim)
 
 
