@@ -34,72 +34,51 @@ def bounds(mask_mod: Callable[..., Any], b: Tensor, h: Tensor, query: Range, key
 # ---- rules
 
 
-def _of_ranges(rule: Rule) -> Rule:
-    """Let a rule take numbers, and tensors of one number, for ranges."""
+def _takes(convert: Callable[[Any], Range]) -> Callable[[Rule], Rule]:
+    """Let a rule take what `convert` makes of each operand: a range, a number, or a tensor of one number."""
 
-    @wraps(rule)
-    def of(*operands: Any) -> Range:
-        return rule(*(Range.of(x) for x in operands))
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def of(*operands: Any) -> Range:
+            return rule(*map(convert, operands))
 
-    return of
+        return of
 
-
-def _of_numbers(rule: Rule) -> Rule:
-    """The same, with booleans as 0 and 1."""
-
-    @wraps(rule)
-    def of(*operands: Any) -> Range:
-        return rule(*(Range.of(x).number() for x in operands))
-
-    return of
+    return decorate
 
 
-def _of_integers(rule: Rule) -> Rule:
-    """The same, for int64 up to 2^31: of these no sum or product overflows, in a range or in the function itself."""
-
-    @wraps(rule)
-    def of(*operands: Any) -> Range:
-        ranges = [Range.of(x) for x in operands]
-        for x in ranges:
-            if x.low.dtype != torch.int64 or int(x.low.min()) < -(2**31) or int(x.high.max()) > 2**31:
-                raise TypeError("sums and products have ranges for int64 up to 2^31")
-        return rule(*ranges)
-
-    return of
+def _number(x: Any) -> Range:
+    """Return a range of numbers, with booleans as 0 and 1."""
+    return Range.of(x).number()
 
 
-def _of_booleans(rule: Rule) -> Rule:
-    """The same, for booleans alone."""
-
-    @wraps(rule)
-    def of(*operands: Any) -> Range:
-        ranges = [Range.of(x) for x in operands]
-        if not all(x.is_boolean for x in ranges):
-            raise TypeError("bits of integers have no range")
-        return rule(*ranges)
-
-    return of
+def _integer(x: Any) -> Range:
+    """Return a range of int64 up to 2^31: of these no sum or product overflows, in a range or in the function
+    itself."""
+    x = Range.of(x)
+    if x.low.dtype != torch.int64 or int(x.low.min()) < -(2**31) or int(x.high.max()) > 2**31:
+        raise TypeError("sums and products have ranges for int64 up to 2^31")
+    return x
 
 
-@_of_numbers
+def _boolean(x: Any) -> Range:
+    x = Range.of(x)
+    if not x.is_boolean:
+        raise TypeError("bits of integers have no range")
+    return x
+
+
+@_takes(_number)
 def _less(a: Range, b: Range) -> Range:
     return Range(a.high < b.low, a.low < b.high)
 
 
-@_of_numbers
+@_takes(_number)
 def _less_or_equal(a: Range, b: Range) -> Range:
     return Range(a.high <= b.low, a.low <= b.high)
 
 
-def _greater(a: Any, b: Any) -> Range:
-    return _less(b, a)
-
-
-def _greater_or_equal(a: Any, b: Any) -> Range:
-    return _less_or_equal(b, a)
-
-
-@_of_numbers
+@_takes(_number)
 def _equal(a: Range, b: Range) -> Range:
     overlap = (a.low <= b.high) & (b.low <= a.high)
     return Range(overlap & (a.low == a.high) & (b.low == b.high), overlap)
@@ -109,27 +88,27 @@ def _differ(a: Any, b: Any) -> Range:
     return _not(_equal(a, b))
 
 
-@_of_booleans
+@_takes(_boolean)
 def _not(a: Range) -> Range:
     return Range(~a.high, ~a.low)
 
 
-@_of_booleans
+@_takes(_boolean)
 def _and(a: Range, b: Range) -> Range:
     return Range(a.low & b.low, a.high & b.high)
 
 
-@_of_booleans
+@_takes(_boolean)
 def _or(a: Range, b: Range) -> Range:
     return Range(a.low | b.low, a.high | b.high)
 
 
-@_of_integers
+@_takes(_integer)
 def _add(a: Range, b: Range) -> Range:
     return Range(a.low + b.low, a.high + b.high)
 
 
-@_of_integers
+@_takes(_integer)
 def _negative(a: Range) -> Range:
     return Range(-a.high, -a.low)
 
@@ -138,18 +117,14 @@ def _subtract(a: Any, b: Any) -> Range:
     return _add(a, _negative(b))
 
 
-def _subtract_from(a: Any, b: Any) -> Range:
-    return _subtract(b, a)
-
-
-@_of_integers
+@_takes(_integer)
 def _multiply(a: Range, b: Range) -> Range:
     corners = torch.broadcast_tensors(a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high)
     products = torch.stack(corners)
     return Range(products.amin(0), products.amax(0))
 
 
-@_of_integers
+@_takes(_integer)
 def _largest(a: Range, b: Range) -> Range:
     return Range(torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
 
@@ -162,13 +137,13 @@ def _magnitude(a: Any) -> Range:
     return _largest(_largest(a, _negative(a)), 0)
 
 
-@_of_integers
+@_takes(_integer)
 def _quotient(a: Range, b: Range) -> Range:
     divisor = _positive(b)
     return Range(a.low // divisor, a.high // divisor)
 
 
-@_of_integers
+@_takes(_integer)
 def _remainder(a: Range, b: Range) -> Range:
     divisor = _positive(b)
     wraps_around = a.low // divisor != a.high // divisor
@@ -182,7 +157,7 @@ def _positive(b: Range) -> Tensor:
     return b.low
 
 
-@_of_ranges
+@_takes(lambda x: Range.of(x))
 def _where(condition: Range, a: Range, b: Range) -> Range:
     if not (a.is_boolean and b.is_boolean):
         a = a.number()
@@ -243,14 +218,6 @@ def _convert(x: Range, to: Any) -> Range:
     return x
 
 
-def _new_ones(x: Range, *size: Any, **options: Any) -> Tensor:
-    return x.low.new_ones(*size, **options)
-
-
-def _new_zeros(x: Range, *size: Any, **options: Any) -> Tensor:
-    return x.low.new_zeros(*size, **options)
-
-
 class Range:
     """Stand for any number from `low` to `high`, inclusive: integers or booleans, a pair of ends for each block.
 
@@ -301,49 +268,46 @@ class Range:
     def __bool__(self) -> bool:
         raise TypeError("a range is neither true nor false")
 
-    __lt__ = _less
-    __le__ = _less_or_equal
-    __gt__ = _greater
-    __ge__ = _greater_or_equal
-    __eq__ = _equal  # type: ignore[assignment]
-    __ne__ = _differ  # type: ignore[assignment]
-    __and__ = __rand__ = _and
-    __or__ = __ror__ = _or
-    __invert__ = _not
-    __add__ = __radd__ = _add
-    __sub__ = _subtract
-    __rsub__ = _subtract_from
-    __mul__ = __rmul__ = _multiply
-    __neg__ = _negative
-    __abs__ = _magnitude
-    __floordiv__ = _quotient
-    __mod__ = _remainder
+    __hash__ = None  # type: ignore[assignment]  # its equality is a range
 
 
-RULES: Mapping[str, Callable[..., Any]] = {
+OPERATORS: Mapping[str, Rule] = {
     "lt": _less,
     "le": _less_or_equal,
-    "gt": _greater,
-    "ge": _greater_or_equal,
+    "gt": lambda a, b: _less(b, a),
+    "ge": lambda a, b: _less_or_equal(b, a),
     "eq": _equal,
     "ne": _differ,
-    **dict.fromkeys(("and", "rand", "bitwise_and", "logical_and"), _and),
-    **dict.fromkeys(("or", "ror", "bitwise_or", "logical_or"), _or),
-    **dict.fromkeys(("invert", "bitwise_not", "logical_not"), _not),
+    **dict.fromkeys(("and", "rand"), _and),
+    **dict.fromkeys(("or", "ror"), _or),
+    "invert": _not,
     **dict.fromkeys(("add", "radd"), _add),
     "sub": _subtract,
-    "rsub": _subtract_from,
+    "rsub": lambda a, b: _subtract(b, a),
     **dict.fromkeys(("mul", "rmul"), _multiply),
     "neg": _negative,
     "abs": _magnitude,
+    "floordiv": _quotient,
+    "mod": _remainder,
+}
+"""The rule for each operator of a range, which is also the rule for PyTorch's function of this name."""
+
+for _name, _rule in OPERATORS.items():
+    setattr(Range, f"__{_name}__", _rule)
+
+RULES: Mapping[str, Callable[..., Any]] = {
+    **OPERATORS,
+    **dict.fromkeys(("bitwise_and", "logical_and"), _and),
+    **dict.fromkeys(("bitwise_or", "logical_or"), _or),
+    **dict.fromkeys(("bitwise_not", "logical_not"), _not),
     "maximum": _largest,
     "minimum": _least,
-    **dict.fromkeys(("floordiv", "floor_divide"), _quotient),
-    **dict.fromkeys(("mod", "remainder"), _remainder),
+    "floor_divide": _quotient,
+    "remainder": _remainder,
     "where": _where,
     "getitem": _read,
     "to": _convert,
-    "new_ones": _new_ones,
-    "new_zeros": _new_zeros,
+    "new_ones": lambda x, *size, **options: x.low.new_ones(*size, **options),
+    "new_zeros": lambda x, *size, **options: x.low.new_zeros(*size, **options),
 }
 """The rule for each function, under the name that PyTorch gives it."""
