@@ -26,18 +26,7 @@ if TYPE_CHECKING:
 
 
 @selector
-def topk_blocks(
-    q: Queries,
-    k: Keys,
-    density: float,
-    *,
-    block_size: BlockSize = 128,
-    is_causal: bool = False,
-    scale: float | None = None,
-    keep_diagonal: bool = True,
-    floor: int = 1,
-    per_kv_head: bool = False,
-) -> BlockLayout:
+def topk_blocks(q: Queries, k: Keys, density: float, **options: Unpack[Options]) -> BlockLayout:
     """Choose the key blocks with the largest estimated shares of a query block's softmax, a fixed part of those
     visible.
 
@@ -65,10 +54,7 @@ def topk_blocks(
         >>> layout.dense_blocks()[0, 0, :, 1]  # each of the 4 query blocks sees block 1
         tensor([True, True, True, True])
     """
-    grid = candidates(
-        q, k, block_size=block_size, is_causal=is_causal, scale=scale, keep_diagonal=keep_diagonal, floor=floor,
-        per_kv_head=per_kv_head,
-    )  # fmt: skip
+    grid = candidates(q, k, **options)
     return largest_shares(q, k, density, grid, estimated_shares(pooled(q, k, grid), grid))
 
 
