@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -78,8 +78,7 @@ def lsh_blocks(
         queries, centre_q, real = _queries(q, grid, max(1, grid.q_block // LSH_QUERIES))
         each = real / (real.sum(-1, keepdim=True).clamp(min=1) * num_hashes)
         met = hashes.weights(queries, centre_q, each)
-        none = met.new_zeros(*met.shape[:2], grid.rows - met.shape[2], grid.columns)
-        return largest_shares(q, k, density, grid, _behind(none, _shares(met, centre_q, k, hashes, grid)))
+        return largest_shares(q, k, density, grid, _shares(met, centre_q, k, hashes, grid))
 
     queries, centre_q, real = _queries(q, grid, 1)
     met = hashes.weights(queries, centre_q, real)  # (B, H, rows, hashes * buckets); when causal without row 0
@@ -98,20 +97,6 @@ def lsh_blocks(
             yield at, collisions, torch.maximum(active.sum(-1), grid.least()[at])
 
     return grid.layout_of(rows())
-
-
-def _behind(none: Tensor, found: Iterable[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows with their shares, first those of `none`, (B, H, rows, columns)."""
-    skipped = none.shape[2]
-    stop = 0
-    for at, share in found:
-        if skipped and not at.start:
-            share = torch.cat([none, share], 2)
-        start = stop
-        stop = at.stop + skipped
-        yield slice(start, stop), share
-    if not stop:
-        yield slice(0, skipped), none
 
 
 def _queries(q: Tensor, grid: Candidates, step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +127,7 @@ def _planes(grid: Candidates, head_dim: int, number: int, seed: int) -> Tensor:
 def _shares(
     met: Tensor, centre_q: Tensor, k: Tensor, hashes: _Hashes, grid: Candidates
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of query blocks, numbered as in `met`, with their estimated shares, (B, H, blocks, key blocks).
+    """Yield slices of query blocks with their estimated shares, (B, H, blocks, key blocks).
 
     A key's weight exp(q̄·k) has two factors. The largest weight of its block is estimated with the row's own q̄. The
     key's ratio to it takes the q̄ of the first query block that may choose the block: it is the same for all rows.
@@ -169,6 +154,8 @@ def _shares(
     peak = peak - grid.scale * (means * chooser).sum(-1, keepdim=True)
     peak, columns = (x.permute(0, 2, 3, 1).flatten(0, 1) for x in (peak, means))
 
+    if skip:
+        yield slice(0, skip), met.new_zeros(*met.shape[:2], skip, grid.columns)
     for rows in ranking.slices(0, met.shape[2], len(k) * met.shape[1] * grid.columns):
         at = slice(rows.start + skip, rows.stop + skip)
         met_here = met[:, :, rows]
@@ -181,7 +168,7 @@ def _shares(
             )
         else:
             share = _collisions(logits, held, met_here, at, hashes, grid)
-        yield rows, share
+        yield at, share
 
 
 def _collisions(logits: Tensor, held: Tensor, met: Tensor, at: slice, hashes: _Hashes, grid: Candidates) -> Tensor:
