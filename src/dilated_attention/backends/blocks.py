@@ -72,13 +72,11 @@ class _Groups:
 
     @property
     def nbytes(self) -> int:
-        nbytes = 256
+        nbytes = 256 + 512 * len(self.groups)
         for group in self.groups:
-            nbytes += 512 + 8 * (group.rows.numel() + group.keys.numel())
-            if group.heads is not None:
-                nbytes += 8 * group.heads.numel()
-            if group.kinds is not None:
-                nbytes += 8 * group.kinds.numel()
+            for table in (group.rows, group.heads, group.keys, group.kinds):
+                if table is not None:
+                    nbytes += table.nbytes
         return nbytes
 
 
