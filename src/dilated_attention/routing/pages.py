@@ -138,9 +138,11 @@ class PageBounds:
         new = q.shape[1]
         dtype = torch.promote_types(q.dtype, torch.float32)
         key = self.bounds[:, :, None, : self.pages].to(dtype)
-        query = _signed(q.transpose(1, 2).to(dtype)).unflatten(1, (kv_heads, -1))
+        query = q.transpose(1, 2).to(dtype)
+        # Its product with (greatest, least) of a page is the bound.
+        signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1).unflatten(1, (kv_heads, -1))
         with without_autocast(q):
-            bound = (query @ key.mT).flatten(1, 2)
+            bound = (signed @ key.mT).flatten(1, 2)
 
         own = (torch.arange(self.seq_len - new, self.seq_len, device=q.device) // self.page_size)[:, None]
         page = torch.arange(self.pages, device=q.device)
@@ -148,8 +150,3 @@ class PageBounds:
         if new == 1:
             return pages[:, :, 0]
         return pages.masked_fill(values == -torch.inf, -1)
-
-
-def _signed(q: Tensor) -> Tensor:
-    """Return [max(q, 0), min(q, 0)] along the last dimension. Its product with a page's `extremes` is the bound."""
-    return torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
