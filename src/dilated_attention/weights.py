@@ -156,6 +156,7 @@ def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: i
     heads = (kv_head[:, None] * ratio + torch.arange(ratio, device="cpu")).flatten()
     if layout is None:
         queries, keys = (torch.arange(n, device="cpu")[None] for n in (count, columns))
+        seen = torch.ones(1, count, columns, dtype=torch.bool, device="cpu")
         here = torch.ones(batch, len(heads), segments, 1, dtype=torch.bool, device="cpu")
     else:
         layout = layout.to("cpu")
@@ -163,6 +164,7 @@ def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: i
         block = layout.row % layout.query_blocks
         queries = block[:, None] * layout.q_block + torch.arange(layout.q_block, device="cpu")
         keys = layout.indices[:, None] * layout.k_block + torch.arange(layout.k_block, device="cpu")
+        seen = layout.entries.shown(slice(None))
         here = torch.ones(batch, len(heads), segments, layout.nnz, dtype=torch.bool, device="cpu")
         if layout.batch_size > 1:
             here &= torch.arange(batch, device="cpu")[:, None, None, None] == lane // layout.num_heads
@@ -170,17 +172,11 @@ def _tiles(group: StridedGroup, layout: BlockLayout | None, batch: int, ratio: i
             here &= heads[:, None, None] == lane % layout.num_heads
 
     sample, head, segment, tile = here.nonzero(as_tuple=True)
-    seen = (queries < count)[:, :, None] & (keys < columns)[:, None, :]
-    if layout is not None and layout.kinds is not None and layout.bits is not None:
-        has_mask = layout.kinds >= 0
-        seen[has_mask] &= layout.bits[layout.kinds[has_mask]]
     distance = keys[:, None, :] - queries[:, :, None]
     if group.low is not None:
         seen &= distance >= group.low
     if group.high is not None:
         seen &= distance <= group.high
-    elif layout is not None and layout.is_causal:
-        seen &= distance <= 0
     queries = queries.clamp(max=count - 1)
     keys = keys.clamp(max=columns - 1)
     return sample, heads[head], segment, queries[tile], keys[tile], seen[tile]
