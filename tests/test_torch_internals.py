@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import dilated_attention
-from dilated_attention import torch_internals
+from dilated_attention import UnsupportedError, torch_internals
 
 ROOT = Path(dilated_attention.__file__).parent
 # A private name of a module, or of its C part: torch._C._name, dist.distributed_c10d._name, ops.aten._name.
@@ -87,6 +87,11 @@ def test_a_false_condition_raises():
     torch_internals.require_when_run(torch.tensor(True), "wrong")
     with pytest.raises(RuntimeError, match="wrong"):
         torch_internals.require_when_run(torch.tensor(False), "wrong")
+    torch_internals.require_true(torch.tensor(True), "wrong")
+    with pytest.raises(UnsupportedError, match="wrong"):
+        torch_internals.require_true(torch.tensor(False), "wrong")
+    with pytest.raises(UnsupportedError, match="wrong"):
+        torch.func.vmap(lambda x: torch_internals.require_true(x, "wrong"))(torch.tensor([True, False]))
 
 
 def test_no_size_is_a_symbol_where_nothing_is_exported():

@@ -99,7 +99,7 @@ class Positioned(Sharded, Pretrained):
     config: LongNetConfig
 
     def _whole_length(self, x: Tensor, seq_len: int | None) -> int:
-        """Return the length of the whole sequence: over a mesh `seq_len`, or if it is None, that of equal shards."""
+        """Return the length of the whole sequence: over a mesh `seq_len`, or if it is None, equal shards together."""
         if self.mesh is None:
             return x.shape[1]
         if seq_len is not None:
