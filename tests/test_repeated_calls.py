@@ -28,6 +28,7 @@ from dilated_attention import (
     checks,
     dilated_attention,
     execution,
+    explain,
     plan_cache,
 )
 from dilated_attention import call as calls
@@ -162,14 +163,41 @@ def test_the_next_tokens_of_a_generation_make_nothing_anew(pattern, options):
 
 
 def test_a_mask_is_checked_again_and_nothing_else(checked):
+    """Also the first mask after a call without one, or with lengths."""
     q, k, v = torch.randn(3, 1, 16, 2, 8)
     hidden = torch.zeros(1, 16, dtype=torch.bool)
-    attention(q, k, v, Window(2), key_padding_mask=hidden)
+    attention(q, k, v, Window(2))
     checked.clear()
-    attention(q, k, v, Window(2), key_padding_mask=hidden)
+    for options in ({"key_padding_mask": hidden}, {"lengths": [9]}, {"key_padding_mask": hidden, "lengths": [9]}):
+        before = plan_cache.info().misses
+        attention(q, k, v, Window(2), **options)
+        assert plan_cache.info().misses == before
     assert not checked
     with pytest.raises(ValueError, match="key_padding_mask must have shape"):
         attention(q, k, v, Window(2), key_padding_mask=hidden[:, :8])
+
+
+@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+def test_a_mask_may_be_served_by_another_backend(monkeypatch):
+    """`auto` asks again, and neither backend gets what the other one prepared; a named one refuses."""
+    entry, lacking = BACKENDS["cpu"], "it takes no mask"
+    refusal = lambda facts: lacking if "key_padding_mask" in facts.needs else entry.refusal(facts)  # noqa: E731
+    monkeypatch.setitem(BACKENDS, "cpu", replace(entry, refusal=refusal, on_request=lambda _: None, any_strides=False))
+    run, masks = cpu._run, []
+    monkeypatch.setattr(cpu, "_run", lambda *x: masks.append(x[3].hidden) or run(*x))
+    q, k, v = (torch.randn(2, N, heads, 8) for heads in (4, 2, 2))
+    mask = torch.rand(2, N) < 0.3
+    for pattern in (Window(3), BlockLayout.stack([LAYOUT, BlockLayout.global_(N, 8, 8)], over="heads")):
+        for hidden in (None, mask, None, ~mask):
+            expected = attention(q, k, v, pattern, key_padding_mask=hidden, backend="reference")
+            found = attention(q, k, v, pattern, key_padding_mask=hidden)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert explain(q, k, v, pattern, key_padding_mask=mask).backend == "native"
+        attention(q, k, v, pattern, backend="cpu")
+        for _ in range(2):
+            with pytest.raises(BackendError, match=lacking):
+                attention(q, k, v, pattern, key_padding_mask=mask, backend="cpu")
+    assert {*masks} == {None}
 
 
 class TestRefusedAfterAnEqualValidCall:
@@ -533,7 +561,8 @@ class TestRepeats:
         monkeypatch.setitem(BACKENDS, "cpu", noted)
         mask = torch.rand(2, N) < 0.3
         turned = (torch.rand(N, 2) < 0.3).T
-        for hidden in (mask, ~mask, turned, mask[:1].expand(2, -1), torch.ones_like(mask), torch.zeros_like(mask)):
+        every, nothing = torch.ones_like(mask), torch.zeros_like(mask)
+        for hidden in (None, mask, ~mask, turned, mask[:1].expand(2, -1), every, nothing, None):
             options = {"key_padding_mask": hidden, "return_lse": True, **positions}
             expected = attention(*inputs, pattern, backend="reference", **options)
             found = attention(*inputs, pattern, backend="cpu", **options)
@@ -550,7 +579,8 @@ class TestRepeats:
     def test_lengths_repeat_one_call(self, pattern, masked):
         inputs = tensors()
         mask = (torch.rand(2, N) < 0.3) if masked else None
-        for lengths in ([9, N], [N, 0], torch.tensor([1, 17], dtype=torch.int32), torch.tensor([[5, 0], [8, 0]])[:, 0]):
+        narrow, strided = torch.tensor([1, 17], dtype=torch.int32), torch.tensor([[5, 0], [8, 0]])[:, 0]
+        for lengths in (None, [9, N], [N, 0], narrow, strided, None):
             options = {"lengths": lengths, "key_padding_mask": mask, "return_lse": True}
             expected = attention(*inputs, pattern, backend="reference", **options)
             found = attention(*inputs, pattern, backend="cpu", **options)

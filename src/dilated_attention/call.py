@@ -114,8 +114,9 @@ class Call:
             name its form.
         shards: over a mesh of several ranks, how the sequence is sharded; None on one device.
         starts, placed: the positions of the first query and of the first key, and whether they were given.
-        problems: for each (positions, shape of q, shape of k, device) that the call has run with, the `Problem` without
-            what is read of tensors. Calls that differ only in these and in tensors share a few of them.
+        problems: for each (backend, positions, shape of q, shape of k, device) that the call has run with, the
+            `Problem` without what is read of tensors. Calls that differ only in these and in tensors share a few of
+            them.
         repeats: what a backend prepared for tensors of a kind (strides, alignment); None unless the cache keeps the
             call, by `key`. It keeps no product with its layouts.
         latest: where the last call of `_at` lay, and that call. All layers of a model lie at one place.
@@ -236,9 +237,9 @@ class Call:
         cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options,
         group: dist.ProcessGroup | None = None, over_ranks: bool = False,
     ) -> tuple[Call, int]:  # fmt: skip
-        """Check all arguments except layouts and the options `TENSORS`, of which only matters here which are given.
-        Return the call without these and without shards, and the global sequence length. `group`: the process group of
-        the options' mesh; `over_ranks`: whether it has several ranks."""
+        """Check all arguments except layouts and the options `TENSORS`, which do not matter here. Return the call
+        without these and without shards, and the global sequence length. `group`: the process group of the options'
+        mesh; `over_ranks`: whether it has several ranks."""
         is_placed = placed(options)
         checks.tensors(q, k, v, is_placed)
         seq_len = _sequence_length(q, options["seq_len"], group, options["transport"])
@@ -286,9 +287,10 @@ class Call:
                 "cu_seqlens are the edges of samples in q and in k, which then have equally many tokens; got "
                 f"{q.shape[1]} and {k.shape[1]}: make one call per sample"
             )
-        if (lengths is not None and not self.shares_plan) or cu_seqlens is not None:
-            return self.but(lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=hidden)
-        return self.alike(lengths=lengths, key_padding_mask=hidden)
+        choice = self.choice if hidden is None else self.choice.masked
+        repeats = choice.backend is self.backend and cu_seqlens is None and (lengths is None or self.shares_plan)
+        made_like_this = self.alike if repeats else self.but
+        return made_like_this(choice=choice, lengths=lengths, cu_seqlens=cu_seqlens, key_padding_mask=hidden)
 
     def but(self, **fields: Any) -> Call:
         """Return this call with other `fields`, in a quarter of the time of `dataclasses.replace`. It repeats
@@ -523,8 +525,8 @@ def _key(
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
     if not _PLAIN.issuperset(types):
-        given = {name: "given" for name in TENSORS if type(options[name]) in _READ_LATER}  # type: ignore[literal-required]
-        options = {**options, **given}  # type: ignore[typeddict-item]
+        later = [name for name in TENSORS if type(options[name]) in _READ_LATER]  # type: ignore[literal-required]
+        options = {**options, **dict.fromkeys(later)}  # type: ignore[typeddict-item]
         values = tuple(options.values())
         types = tuple(map(type, values))
     if options["mesh"] is not None or not _PLAIN.issuperset(types) or q.is_nested or k.is_nested or v.is_nested:
@@ -753,9 +755,8 @@ def _facts(
     q: Tensor, v: Tensor, pattern: Pattern, branches: Branches, options: Options, needs: tuple[str, ...],
     over_ranks: bool,
 ) -> Facts:  # fmt: skip
-    """Return what the choice of a backend depends on."""
+    """Return what the choice of a backend depends on, without a key mask (`Choice.masked`)."""
     asked = (
-        ("key_padding_mask", options["key_padding_mask"] is not None),
         ("a block layout", isinstance(pattern, (BlockLayout, Product))),
         ("a window", branches.bands),
     )

@@ -107,8 +107,7 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         factor, scores = call.scores.split()
         prepared, nbytes = None, 0
         if dense and factor == 1 and scores.dropout_p == 0 and v.size(3) == q.size(3):
-            problem = replace(_problem(call, q, k), lengths=lengths)
-            prepared, nbytes = backend.prepare(problem, q, k, v) or (None, 0)
+            prepared, nbytes = backend.prepare(_shapes_problem(call, q, k), q, k, v) or (None, 0)
         call.repeats[kind] = prepared
         plan_cache.grow(call.key, call, nbytes)
     run = call.repeats[kind]
@@ -174,8 +173,17 @@ def _each(call: Call, q: Tensor, k: Tensor) -> Iterator[tuple[Problem, tuple[sli
 
 
 def _problem(call: Call, q: Tensor, k: Tensor) -> Problem:
-    """Return the problem of a call whose samples are all as long as q. What depends on shapes alone is made once."""
-    key = call.starts, q.shape, k.shape, q.device
+    """Return the problem of a call whose samples are all as long as q."""
+    problem = _shapes_problem(call, q, k)
+    attributes = call.attributes(q, k)
+    if attributes is NO_ATTRIBUTES:
+        return problem
+    return replace(problem, attributes=attributes, bias=call.bias_source())
+
+
+def _shapes_problem(call: Call, q: Tensor, k: Tensor) -> Problem:
+    """Return the same as `_problem`, without what is read of tensors. It depends on shapes alone, and is made once."""
+    key = call.backend.name, call.starts, q.shape, k.shape, q.device
     held = call.problems.get(key)
     if held is None:
         plan = call.plan(q.shape[1], k.shape[1])
@@ -183,10 +191,7 @@ def _problem(call: Call, q: Tensor, k: Tensor) -> Problem:
             call.problems.clear()
         _, scores = call.scores.split()
         held = call.problems[key] = Problem(plan, scores, layouts=layouts_of(call, q, plan))
-    attributes = call.attributes(q, k)
-    if attributes is NO_ATTRIBUTES:
-        return held
-    return replace(held, attributes=attributes, bias=call.bias_source())
+    return held
 
 
 def _problem_of(call: Call, q: Tensor, plan: Plan, attributes: Attributes, sample: int | None = None) -> Problem:

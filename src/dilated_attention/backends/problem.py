@@ -16,9 +16,9 @@ from dilated_attention.scores import Scores
 Layouts = dict[int, BlockLayout]
 Repeat = Callable[[Tensor, Tensor, Tensor, tuple[int, int], Tensor | None, Tensor | None], tuple[Tensor, Tensor] | None]
 """A function that repeats a forward: it returns out and lse of q, k and v of one shape, dtype, device, strides and
-alignment, which begin at these positions, and, if the problem had them, of a mask of the keys that no query sees,
-`(batch, keys)`, and of `Problem.lengths`. None: the call must be made anew. Under a layout, positions and the number of
-keys may be others, if the queries are those of one list."""
+alignment, which begin at these positions, of a mask of the keys that no query sees, `(batch, keys)`, or None, and of
+`Problem.lengths`. It returns None if the call must be made anew. Under a layout, positions and the number of keys may
+be others, if the queries are those of one list."""
 
 MOST_PREPARED = 2**21
 """The most bytes of tables that a `Repeat` may hold: with more, the host's work takes no time worth saving."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from dilated_attention.backends import cpu, native, reference, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import Repeat
+from dilated_attention.cache import derived
 from dilated_attention.errors import BackendError, UnsupportedError
 
 
@@ -32,7 +33,8 @@ class Backend:
         on_request: returns why `auto` does not choose it for a call that it could serve; None if `auto` may.
         forward, backward: compute a `Problem`; the arguments are those of `native`.
         prepare: returns a function that repeats a forward for tensors like the given ones, whose rows are dense, with
-            little work for the host, and the bytes that it keeps; None if there is none. The problem has no dropout.
+            little work for the host, and the bytes that it keeps; None if there is none. The problem has nothing that
+            is read of tensors: the function takes a mask and lengths.
         any_strides: what it prepared serves all tensors with dense rows.
         attend: replaces these two by a function that autograd differentiates. It has the arguments and results of
             `reference_attention`.
@@ -107,6 +109,13 @@ class Choice:
     backend: Backend
     by_name: bool = True
     facts: Facts | None = None
+
+    @derived
+    def masked(self) -> Choice:
+        """Return the choice for the same call with a key mask."""
+        assert self.facts is not None
+        name = self.backend.name if self.by_name else "auto"
+        return choose(name, self.facts._replace(needs=(*self.facts.needs, "key_padding_mask")))
 
     @property
     def reason(self) -> str:

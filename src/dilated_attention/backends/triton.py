@@ -158,10 +158,8 @@ def forward(
 
 
 def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, int] | None:
-    """Return a function that repeats `forward` on tensors like these, with dense rows, no mask and no dropout, and the
-    bytes of the device tables that it keeps; None if these exceed `MOST_PREPARED`, or if there is a mask."""
-    if problem.hidden is not None:
-        return None
+    """Return a function that repeats `forward` on tensors like these, with dense rows and no dropout, and the bytes of
+    the device tables that it keeps; None if these exceed `MOST_PREPARED`. With a mask it repeats nothing."""
     launches = _launches("forward", problem, q)
     if launches.nbytes > MOST_PREPARED:
         return None
@@ -174,9 +172,9 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     keys = k.shape[1]
 
     def repeat(
-        q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int], *_: Tensor | None
+        q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, int], hidden: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        if in_lists and (in_lists != {starts} or k.shape[1] != keys):
+        if hidden is not None or (in_lists and (in_lists != {starts} or k.shape[1] != keys)):
             return None
         if (q.is_cuda and not on_default_stream(q)) or (single and _precision(q.dtype) != precision):
             return forward(problem, q, k, v)
