@@ -336,14 +336,16 @@ class Dilated(_Branched):
                     )
                 table.append(tuple(row))
 
+        shown = []
         for row, segment, rate in zip(table, self.segment_lengths, rates, strict=True):
-            if not _served(row, segment):
+            if not any(0 <= offset < segment for offset in row):
                 raise ValueError(
                     f"no token could take part in branch (segment {segment}, rate {rate}): every head's offset is "
                     f"-1 or beyond the segment; got offsets {row}. Lower the dilation rate or lengthen the segment"
                     f", or give an offset from 0 to {min(segment, rate) - 1}"
                 )
-        return tuple([row[first:stop] for row in table])
+            shown.append(row[first:stop])
+        return tuple(shown)
 
     def branches(self, num_heads: int, head_offset: int | None = None) -> Branches:
         """Return the pattern as branches, for num_heads KV heads; arguments and errors as in `offset_table`."""
@@ -447,8 +449,11 @@ def warn_of_unserved(pattern: _Branched, branches: Branches, seq_len: int) -> No
 def _unserved_tokens(branches: Branches, seq_len: int) -> int:
     """Return how many of the first seq_len tokens take part in no branch for any head."""
     has_window = not {EVERY}.issuperset(branches.bands)
-    if has_window or not seq_len or 0 in [count for count, _, _ in _unserved(branches)]:
+    if has_window or not seq_len:
         return 0
+    for segment, rate, offsets in zip(*branches[:3], strict=True):
+        if len(_served(offsets, segment)) == min(segment, rate):  # every token takes part in this branch
+            return 0
     served = 0  # a byte per token, 1 if it takes part
     for segment, rate, offsets in zip(*branches[:3], strict=True):
         tokens = bytearray(min(segment, seq_len))
