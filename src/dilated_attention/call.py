@@ -597,10 +597,12 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     Without `seq_len`, all shards are taken to be as long as q. Raises ValueError if `seq_len` or `transport` does not
     fit the group.
     """
-    if group is None and transport != "auto":
+    ranks = 1
+    if group is not None:
+        check_transport(transport)
+        ranks = dist.get_world_size(group)
+    elif transport != "auto":
         raise ValueError(f"transport={transport!r} needs a mesh; use transport='auto'")
-    check_transport(transport)
-    ranks = 1 if group is None else dist.get_world_size(group)
     if seq_len is None:
         return q.shape[1] * ranks
     seq_len = checks.integer("seq_len", seq_len, 0)
@@ -756,11 +758,10 @@ def _facts(
     over_ranks: bool,
 ) -> Facts:  # fmt: skip
     """Return what the choice of a backend depends on, without a key mask (`Choice.masked`)."""
-    asked = (
-        ("a block layout", isinstance(pattern, (BlockLayout, Product))),
-        ("a window", branches.bands),
-    )
-    needs = (*needs, *[name for name, is_asked in asked if is_asked])
+    if isinstance(pattern, (BlockLayout, Product)):
+        needs += ("a block layout",)
+    if branches.bands:
+        needs += ("a window",)
     pairs = list(zip(branches.segment_lengths, branches.dilation_rates, strict=True))
     if branches.bands:
         # A window with two bounds limits the keys. Causality does not, and leading tokens do not count.
@@ -775,7 +776,9 @@ def _facts(
         # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
         shown = sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
     work = q.numel() * shown
-    if is_symbol(work):  # a graph of torch.export serves any length: it gets the backend for long ones
-        work = sys.maxsize
-    seq_len = 1 if torch.compiler.is_compiling() else q.shape[1]
+    seq_len = q.shape[1]
+    if torch.compiler.is_compiling():
+        seq_len = 1
+        if is_symbol(work):  # a graph of torch.export serves any length: it gets the backend for long ones
+            work = sys.maxsize
     return Facts(q.device, q.dtype, max(q.shape[3], v.shape[3]), seq_len, needs, work, over_ranks)
