@@ -56,14 +56,14 @@ from tolerances import ROUNDING, TOLERANCE, relative_error
 MACHINE = cpu.PROCESSOR
 SETS = range(1, MACHINE.highest + 1)
 AMX = cpu.AMX
-IN_FLOAT32 = SETS[: MACHINE.highest_in_float32]
+IN_FLOAT32 = SETS[: MACHINE.set_of(torch.float32)]
 EMULATED = "emulated AMX"  # whose other instructions are those of the set below it
 HALVES = "float32 in halves"
 FEW = "few rows"  # however many a tile has
 EMULATES = MACHINE.highest >= AMX - 1 and bool(build.compiler())
 TILES = [AMX] if AMX in SETS else [EMULATED] if EMULATES else []
 """The tiles of the machine, or emulated ones."""
-IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[MACHINE.highest_in_float32 : AMX - 1], *TILES)]
+IN_BFLOAT16 = [(x, torch.bfloat16) for x in (*SETS[len(IN_FLOAT32) : AMX - 1], *TILES)]
 """Sets that multiply bfloat16 in instructions of their own; other types are multiplied in float32."""
 SOME = [
     *((x, torch.float32) for x in IN_FLOAT32[-1:]),

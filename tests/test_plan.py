@@ -71,7 +71,7 @@ def test_a_plan_shows_what_the_definition_does(pattern, is_causal):
             starts=(q_start, k_start), num_keys=keys,
         )  # fmt: skip
         assert torch.equal(expanded(plan, 4, queries, keys), expected)
-        assert plan.entries == expected.sum()
+        assert plan.sizes.entries == expected.sum()
         assert not plan.covered or plan.groups
 
 

@@ -151,7 +151,7 @@ class _Branched(_Drawn):
         seq_len = checks.positive("seq_len", seq_len)
         checks.boolean("is_causal", is_causal)
         plan = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal)
-        return 4 * head_dim * plan.entries
+        return 4 * head_dim * plan.sizes.entries
 
     def _plot_head(self, seq_len: int, head: int, ax: Axes | None, num_heads: int, is_causal: bool) -> Axes:
         groups = plan_of(self.branches(num_heads), (0, seq_len), None, is_causal).groups

@@ -144,6 +144,14 @@ class Part(NamedTuple):
     tokens: int = 0
 
 
+class Sizes(NamedTuple):
+    """Count the query rows, the key rows that are read, and the score entries (`StridedGroup.entries`) of a plan."""
+
+    queries: int
+    keys: int
+    entries: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """Hold the groups of one pattern at one sequence length. `covered`: those marked `first` hold every (row, head), so
@@ -156,19 +164,16 @@ class Plan:
     square: bool
 
     @cached_property
-    def entries(self) -> int:
-        """Return the score entries of all groups in one sample, counted as in `StridedGroup.entries`."""
-        return sum([group.entries() for group in self.groups])
-
-    @cached_property
-    def queries(self) -> int:
-        """Return how many query rows all groups hold in one sample."""
-        return sum([group.heads * group.queries.segments * group.queries.count for group in self.groups])
-
-    @cached_property
-    def keys(self) -> int:
-        """Return how many key rows all groups read in one sample."""
-        return sum([group.heads * group.keys.segments * group.keys.count for group in self.groups])
+    def sizes(self) -> Sizes:
+        """Return what all groups hold in one sample."""
+        queries = 0
+        keys = 0
+        entries = 0
+        for group in self.groups:
+            queries += group.heads * group.queries.segments * group.queries.count
+            keys += group.heads * group.keys.segments * group.keys.count
+            entries += group.entries()
+        return Sizes(queries, keys, entries)
 
     @cached_property
     def banded(self) -> bool:

@@ -96,18 +96,11 @@ class Processor:
         """Return the names of the architecture's instruction sets."""
         return ARM64_SETS if self.arm64 else X86_SETS
 
-    @property
-    def highest_in_float32(self) -> int:
-        """Return the architecture's highest instruction set whose kernels multiply in float32, whatever the dtype of
-        the tensors."""
-        return 1 if self.arm64 else AVX512
-
     def set_of(self, dtype: torch.dtype) -> int:
-        """Return the instruction set used for tensors of this dtype."""
-        most = self.highest_in_float32
-        if dtype == torch.bfloat16 or self.highest <= most or self.in_halves(dtype):
+        """Return the instruction set used for tensors of this dtype. Higher ones multiply bfloat16 numbers alone."""
+        if dtype == torch.bfloat16 or self.in_halves(dtype):
             return self.highest
-        return most
+        return min(self.highest, 1 if self.arm64 else AVX512)
 
     def in_tiles(self, dtype: torch.dtype) -> bool:
         """Return whether tensors of this dtype are multiplied in the tile registers of AMX."""
@@ -414,7 +407,7 @@ def _fill_lanes(layouts: Layouts, joined: int, together: int) -> bool:
 def _own(side: Side, q: Tensor, plan: Plan) -> int:
     """Return the rows per tile: MAX_OWN, or 2 MAX_OWN for tiles of keys (`side`) with AMX. Halve this, once, if
     head_dim exceeds 128 or the rows would fill fewer than 32 tiles; halve it again if head_dim exceeds 256."""
-    rows = plan.queries if side == "queries" else plan.keys
+    rows = plan.sizes.queries if side == "queries" else plan.sizes.keys
     most = MAX_OWN
     if side == "keys" and PROCESSOR.in_tiles(q.dtype):
         most = 2 * MAX_OWN
@@ -479,7 +472,8 @@ class _Arguments:
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> None:
         batch, tokens, heads, head_dim = q.shape
         ratio = heads // k.shape[2] if k.shape[2] else 1
-        self.work = batch * head_dim * max(problem.plan.entries * ratio, READ * problem.plan.keys)
+        sizes = problem.plan.sizes
+        self.work = batch * head_dim * max(sizes.entries * ratio, READ * sizes.keys)
         self.layouts = problem.layouts
         self.type = TYPES[q.dtype]
         self.instructions = PROCESSOR.set_of(q.dtype)
