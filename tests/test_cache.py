@@ -189,7 +189,7 @@ def one_head(layout):
     [
         lambda layout: layout.transposed,
         lambda layout: blocks.groups_of(layout, 0),
-        lambda layout: execution._layout(layout, None, 2, 16, True, torch.device("cuda", 0)),
+        lambda layout: execution._part_of_layout(layout, None, 2, 16, True, torch.device("cuda", 0)),
         one_head,
     ],
     ids=["transposed", "block plan", "causal", "one head"],

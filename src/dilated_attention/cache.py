@@ -102,9 +102,11 @@ class PlanCache:
             self._captured[id(value)] = value
         return value
 
-    def of(self, function: Callable[..., Value], *arguments: Hashable) -> Value:
-        """Return `function(*arguments)`, which depends on the values of its arguments alone, as `get` does."""
-        return self.get((function, *arguments), partial(function, *arguments))
+    def of(self, function: Callable[..., Value], *arguments: Any) -> Value:
+        """Return `function(*arguments)`, which depends on the values of its arguments alone, as `get` does. An argument
+        that has a `key`, like a layout, is compared by it, and the cache does not keep it alive."""
+        compared = [getattr(argument, "key", argument) for argument in arguments]
+        return self.get((function, *compared), partial(function, *arguments))
 
     def _make(self, key: Hashable, make: Callable[[], Value]) -> Value:
         with torch.inference_mode(False), torch.no_grad(), untransformed():  # the first alone would turn gradients on
@@ -210,8 +212,18 @@ def lasting(make: Callable[[], Value], device: torch.device) -> Value:
         return thread.submit(run).result()
 
 
+class Named(NamedTuple):
+    """Stand for a thing that `PlanCache.of` compares by its name (`name_of`)."""
+
+    thing: Any
+
+    @property
+    def key(self) -> int:
+        return name_of(self.thing)
+
+
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class Kept:
     """Hold a layout in the cache. Its size includes the tables that it may derive, each at most as large as itself."""
 
     layout: Any
@@ -219,9 +231,3 @@ class _Kept:
     @property
     def nbytes(self) -> int:
         return 256 + 4 * self.layout.nbytes
-
-
-def plan_layout(key: Hashable, make: Callable[[], Value]) -> Value:
-    """Return the layout that `make` returns, cached; `key` names everything that the layout depends on."""
-    layout: Value = plan_cache.get(("layout", key), lambda: _Kept(make())).layout
-    return layout

@@ -16,7 +16,7 @@ from dilated_attention.backends.attributes import NO_ATTRIBUTES, Attributes
 from dilated_attention.backends.problem import Problem
 from dilated_attention.backends.tiles import concatenate
 from dilated_attention.bias import Source
-from dilated_attention.cache import lasting, plan_cache, plan_layout
+from dilated_attention.cache import Kept, lasting, plan_cache
 from dilated_attention.call import Call
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import running
@@ -244,21 +244,22 @@ def layouts_of(
         heads = layout.num_heads
         if heads > 1 and call.backend.lists_per_query_head:
             heads = q.shape[2]
-        found[count] = _layout(layout, own, heads, length, call.is_causal, device or q.device)
+        given = own, heads, length, call.is_causal, device or q.device
+        found[count] = plan_cache.of(_part_of_layout, layout, *given).layout
     return found
 
 
-def _layout(
+def _part_of_layout(
     layout: BlockLayout, sample: int | None, heads: int, length: int, is_causal: bool, device: torch.device
-) -> BlockLayout:
+) -> Kept:
     """Return a layout's first `length` tokens on `device`, with lists for `heads` heads, for one sample or (None) for
-    all, from the cache."""
+    all."""
 
     def make() -> BlockLayout:
         made = layout.select(batch=None if sample is None else [sample]).for_heads(heads).prefix(length)
         return (made.causal() if is_causal else made).to(device)
 
-    return plan_layout((layout.key, sample, heads, length, is_causal, device), lambda: lasting(make, device))
+    return Kept(lasting(make, device))
 
 
 def _packed(*tensors: Tensor | None) -> list[Any]:

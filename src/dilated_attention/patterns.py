@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import checks
-from dilated_attention.cache import name_of, plan_layout
+from dilated_attention.cache import Kept, Named, plan_cache
 from dilated_attention.errors import UnsupportedError
 from dilated_attention.layout import BlockLayout, warn_of_blind
 from dilated_attention.pictures import plot_bands, plot_product
@@ -610,17 +610,21 @@ def layout_for(layout: BlockLayout | LayoutOfLength, length: int) -> BlockLayout
     `plan_cache` keeps what a callable returned as long as it lives, if it allows weak references."""
     if isinstance(layout, BlockLayout):
         return layout
-
-    def make() -> BlockLayout:
-        made = layout(length)
-        if not isinstance(made, BlockLayout):
-            raise ValueError(f"layout({length}) must give a BlockLayout; got {type(made).__name__}")
-        return made
-
     # torch.compile cannot trace the cache's lock: it traces the builder.
     if torch.compiler.is_compiling() or not type(layout).__weakrefoffset__:
-        return make()
-    return plan_layout((name_of(layout), length), make)
+        return _called(layout, length)
+    return plan_cache.of(_kept, Named(layout), length).layout
+
+
+def _called(layout: LayoutOfLength, length: int) -> BlockLayout:
+    made = layout(length)
+    if not isinstance(made, BlockLayout):
+        raise ValueError(f"layout({length}) must give a BlockLayout; got {type(made).__name__}")
+    return made
+
+
+def _kept(layout: Named, length: int) -> Kept:
+    return Kept(_called(layout.thing, length))
 
 
 def layout_inside(layout: BlockLayout | LayoutOfLength, length: int, placed: bool = False) -> BlockLayout:

@@ -8,7 +8,7 @@ from dilated_attention import checks, storage
 from dilated_attention.backends import blocks, cpu, fused, native, table, triton
 from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.problem import Problem
-from dilated_attention.cache import PlanCache, derived, name_of, plan_layout
+from dilated_attention.cache import Kept, Named, PlanCache, derived
 from dilated_attention.call import Call, Pattern, as_autocast, dtype_of_products
 from dilated_attention.errors import ContextParallelError
 from dilated_attention.execution import layouts_of

@@ -84,8 +84,11 @@ def groups_of(layout: BlockLayout, batch: int) -> tuple[Group, ...]:
     """Return the groups of the lists of batch element `batch`."""
     if layout.batch_size == 1:
         batch = 0
-    key = ("blocks", layout.key, batch)
-    return plan_cache.get(key, lambda: lasting(lambda: _Groups(tuple(_sorted(layout, batch))), layout.device)).groups
+    return plan_cache.of(_groups, layout, batch).groups
+
+
+def _groups(layout: BlockLayout, batch: int) -> _Groups:
+    return lasting(lambda: _Groups(tuple(_sorted(layout, batch))), layout.device)
 
 
 def _sorted(layout: BlockLayout, batch: int) -> Iterator[Group]:

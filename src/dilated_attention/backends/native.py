@@ -23,7 +23,7 @@ from dilated_attention.backends.facts import Facts
 from dilated_attention.backends.fused import Merged, Pairs, Settings, bias_of
 from dilated_attention.backends.problem import Layouts, Problem
 from dilated_attention.bias import Added
-from dilated_attention.cache import lasting, plan_cache, plan_layout
+from dilated_attention.cache import Kept, lasting, plan_cache
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import add_phantoms, merge_into, running
 from dilated_attention.plan import Rows, StridedGroup, slice_rows
@@ -181,11 +181,7 @@ class _Tile:
         heads = self.q_heads if layout.num_heads > 1 else None
         if batch is None and heads is None:
             return layout
-
-        def make() -> BlockLayout:
-            return layout.select(batch=batch, heads=heads)
-
-        return plan_layout((layout.key, batch, heads), lambda: lasting(make, layout.device))
+        return plan_cache.of(_selected, layout, batch, heads).layout
 
     def _view(self, x: Tensor, rows: Rows, heads: range, number: int, shift: int) -> Tensor:
         """View x as (problems, number, rows, ...), for the given heads or a single one repeated `number` times; each
@@ -327,6 +323,10 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _selected(layout: BlockLayout, batch: range | None, heads: range | None) -> Kept:
+    return Kept(lasting(lambda: layout.select(batch=batch, heads=heads), layout.device))
+
+
 class _Listed(NamedTuple):
     """Hold a layout, and which of its rows and columns are queries and keys of a group: `row` and `column` are the
     first."""
@@ -342,13 +342,11 @@ class _Listed(NamedTuple):
         keys = group.keys.count
         if keys == layout.seq_len:
             return cls(layout, row, column)
+        return plan_cache.of(cls.cut, layout, (row, row + queries), (column, column + keys))
 
-        def make() -> _Listed:
-            part = layout.part((row, row + queries), (column, column + keys))
-            return cls(*part)
-
-        key = "part", layout.key, group.at, queries, keys
-        return plan_cache.get(key, lambda: lasting(make, layout.device))
+    @classmethod
+    def cut(cls, layout: BlockLayout, queries: tuple[int, int], keys: tuple[int, int]) -> _Listed:
+        return lasting(lambda: cls(*layout.part(queries, keys)), layout.device)
 
     @property
     def nbytes(self) -> int:

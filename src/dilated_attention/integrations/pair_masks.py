@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
-from dilated_attention import BlockLayout, UnsupportedError
+from dilated_attention import BlockLayout, UnsupportedError, plan_cache
 from dilated_attention.integrations.own_attention import REMEDY
-from dilated_attention.plumbing import name_of, plan_layout
+from dilated_attention.plumbing import Kept, Named
 
 BLOCK = 64
 
@@ -52,17 +52,19 @@ def layout_of_tensor(mask: Tensor) -> BlockLayout:
     """Return what a mask tensor of transformers shows: booleans, or numbers that are added to scores, of which 0 shows
     a pair, and the least one of the dtype or -inf hides it. All layers of a forward share the layout."""
 
-    def make() -> BlockLayout:
-        shown = mask
-        if mask.dtype != torch.bool:
-            shown = mask == 0
-            if not (shown | (mask <= torch.finfo(mask.dtype).min / 2)).all():
-                raise UnsupportedError(
-                    "attention_mask holds numbers other than 0 and the least one of its dtype, a bias of scores; give "
-                    f"booleans, or {REMEDY}"
-                )
-        return layout_of_pairs(shown)
-
     if torch.compiler.is_compiling():
         return layout_of_pairs(mask if mask.dtype == torch.bool else mask == 0)
-    return plan_layout(("pairs", name_of(mask)), make)
+    return plan_cache.of(_kept, Named(mask)).layout
+
+
+def _kept(named: Named) -> Kept:
+    mask = named.thing
+    shown = mask
+    if mask.dtype != torch.bool:
+        shown = mask == 0
+        if not (shown | (mask <= torch.finfo(mask.dtype).min / 2)).all():
+            raise UnsupportedError(
+                "attention_mask holds numbers other than 0 and the least one of its dtype, a bias of scores; give "
+                f"booleans, or {REMEDY}"
+            )
+    return Kept(layout_of_pairs(shown))
