@@ -199,8 +199,9 @@ class Call:
         if isinstance(pattern, BlockLayout) and options["cu_seqlens"] is None:
             pattern.require_unchanged()
             call = call._with_lists(key, pattern, q, k)
-            if call.placed:
-                call = call._at(starts_of(options), q, k)
+            positions = positions_of(options)
+            if positions is not None:
+                call = call._at(positions, q, k)
         call = call._with_tensors(q, k, options)
         if isinstance(pattern, Product) or (isinstance(pattern, BlockLayout) and not call.layouts):
             return call._with_layouts(pattern, q, k, k.shape[1], False)
@@ -240,7 +241,9 @@ class Call:
         """Check all arguments except layouts and the options `TENSORS`, which do not matter here. Return the call
         without these and without shards, and the global sequence length. `group`: the process group of the options'
         mesh; `over_ranks`: whether it has several ranks."""
-        is_placed = placed(options)
+        positions = positions_of(options)
+        is_placed = positions is not None
+        starts = positions or (0, 0)
         checks.tensors(q, k, v, is_placed)
         seq_len = _sequence_length(q, options["seq_len"], group, options["transport"])
         if over_ranks:
@@ -250,7 +253,6 @@ class Call:
         head_offset = options["head_offset"]
         if head_offset is not None:
             head_offset = checks.integer("head_offset", head_offset, 0)
-        starts = starts_of(options)
         if is_placed:
             check_placed(pattern, options)
             seq_len = k.shape[1]  # q may be some rows of a layout
@@ -545,9 +547,9 @@ def _key(
     keys = None
     if near is not None:
         keys = near.stop - near.start
-    elif isinstance(pattern, BlockLayout) and placed(options):
-        first_query, _ = starts_of(options)
-        if first_query % pattern.q_block + q.size(1) <= pattern.q_block:
+    elif isinstance(pattern, BlockLayout):
+        positions = positions_of(options)
+        if positions is not None and positions[0] % pattern.q_block + q.size(1) <= pattern.q_block:
             # Queries of one list: the same call with any list and any number of keys (`_at`).
             values = tuple({**options, "q_start": None, "k_start": None}.values())
             keys = -1
@@ -611,17 +613,15 @@ def _sequence_length(q: Tensor, seq_len: int | None, group: dist.ProcessGroup | 
     return seq_len
 
 
-def placed(options: Options) -> bool:
-    """Return whether q_start or k_start is given, so that q and k may have different lengths."""
-    return options["q_start"] is not None or options["k_start"] is not None
-
-
-def starts_of(options: Options) -> tuple[int, int]:
-    """Return the positions of the first query and of the first key."""
+def positions_of(options: Options) -> tuple[int, int] | None:
+    """Return the positions of the first query and of the first key; None if neither is given. With either, q and k may
+    have different lengths."""
     first_query = options["q_start"]
+    first_key = options["k_start"]
+    if first_query is None and first_key is None:
+        return None
     if first_query is not None:
         first_query = checks.integer("q_start", first_query, 0, 1 << 62)
-    first_key = options["k_start"]
     if first_key is not None:
         first_key = checks.integer("k_start", first_key, 0, 1 << 62)
     return first_query or 0, first_key or 0
@@ -658,6 +658,9 @@ def near_keys(
     A window depends on distances alone: both positions are moved by the same number, so that every new token of a
     generation makes the same call.
     """
+    positions = positions_of(options)
+    if positions is None:
+        return None, options
     as_given = pattern.leading > 0 or options["bias"] is not None or options["cu_seqlens"] is not None
     as_given |= options["dropout_p"] != 0 or options["mesh"] is not None
     if as_given or torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -665,7 +668,7 @@ def near_keys(
     dense = isinstance(q, Tensor) and isinstance(k, Tensor) and not (q.is_nested or k.is_nested)
     if not dense or q.dim() != 4 or k.dim() != 4:
         return None, options
-    first_query, first_key = starts_of(options)
+    first_query, first_key = positions
     after = 0 if options["is_causal"] else pattern.after
     assert after is not None
     reach = first_query + q.shape[1] + after * pattern.rate
@@ -682,7 +685,7 @@ def in_tiles(
     """Return a neighborhood as a layout over rows, and what a `Call` with that layout takes: tensors that stand for
     ordered q, k and v, and the options."""
     options = {**_DEFAULTS, **options}
-    if placed(options):
+    if positions_of(options) is not None:
         check_placed(pattern, options)
     checks.tensors(q, k, v)
     _refuse(

@@ -21,8 +21,7 @@ from dilated_attention.call import (
     in_tiles,
     layout_remedy,
     near_keys,
-    placed,
-    starts_of,
+    positions_of,
 )
 from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import merge, with_sinks
@@ -152,7 +151,7 @@ def attention(
     after = None
     try:
         checks.boolean("return_lse", return_lse)
-        if lengths is not None and placed(options):
+        if lengths is not None:
             options, after = _ended(q, k, v, pattern, options)
         parts = parts_of_sum(pattern)
         called = [_Part.of(q, k, v, part, options, alone=len(parts) == 1) for part in parts]
@@ -182,7 +181,7 @@ class _Part(NamedTuple):
             tiled, rows, options = in_tiles(q, k, v, pattern, options)
             return cls(Call.remembered(*rows, tiled.layout, options, alone=alone), tiled)
         near = None
-        if type(pattern) is Window and placed(options):
+        if type(pattern) is Window:
             near, options = near_keys(q, k, pattern, options)
         call = Call.remembered(q, k, v, pattern, options, near, alone=alone)
         if near is not None and call.key_padding_mask is not None:
@@ -201,9 +200,12 @@ class _Part(NamedTuple):
         return self.tiled.tokens(out), self.tiled.tokens(lse)
 
 
-def _ended(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Options, Tensor]:
+def _ended(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Options, Tensor | None]:
     """Return the options of a call whose samples end at positions `lengths`, with the keys after each end hidden in
-    place of `lengths`, and which queries lie after it, `(batch, queries)`."""
+    place of `lengths`, and which queries lie after it, `(batch, queries)`; (`options`, None) without positions."""
+    positions = positions_of(options)
+    if positions is None:
+        return options, None
     for part in parts_of_sum(pattern):
         check_placed(part, options)
     checks.tensors(q, k, v, placed=True)
@@ -213,7 +215,7 @@ def _ended(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) 
     if checks.readable(lengths) and (lengths < 0).any():
         raise ValueError(f"lengths must hold non-negative integers; got {lengths.tolist()}")
     ends = lengths.to(q.device)[:, None]
-    first_query, first_key = starts_of(options)
+    first_query, first_key = positions
     after = torch.arange(q.shape[1], device=q.device) + first_query >= ends
     hidden = torch.arange(k.shape[1], device=k.device) + first_key >= ends
     if options["key_padding_mask"] is not None:
@@ -235,7 +237,7 @@ def _attend(parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, options: Option
             # A weight of 0 times NaN would be NaN, in the gradients too.
             k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
         if not _all_finite(q):
-            found = _hidden_queries(q, key_padding_mask, starts_of(options), parts[0].call.cu_seqlens)
+            found = _hidden_queries(q, key_padding_mask, positions_of(options) or (0, 0), parts[0].call.cu_seqlens)
             spoiled = found[:, :, None] & ~q.isfinite().all(-1)
             q = q.masked_fill(spoiled[..., None], 0.0)
     out, lse = parts[0].attend(q, k, v)
