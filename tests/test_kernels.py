@@ -818,7 +818,7 @@ def test_geometric_branches_take_few_launches():
 @pytest.mark.parametrize("side", ["queries", "keys"])
 def test_the_residues_of_a_window_are_one_launch(side):
     plan = plan_of((Window(2, rate=300) + Dilated((64,), (1,))).branches(2), (0, 4000))
-    assert [len(turn) for turn in tiles.turns(plan.groups, side)] == [2, 300]
+    assert sorted(Counter(tiles.turns(plan.groups, side)).items()) == [(0, 2), (1, 300)]
 
 
 def test_causal_branches_keep_their_own_launches():

@@ -247,14 +247,14 @@ def _heads(group: StridedGroup) -> range:
 # ---- which groups run together
 
 
-def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]]:
-    """Sort groups into turns. Groups that share a (row, head) which tiles hold keep their order.
+def turns(groups: Iterable[StridedGroup], side: Side) -> list[int]:
+    """Return the turn of each group. Groups that share a (row, head) which tiles hold have ascending turns.
 
     A group goes into the turn after the last one that touches its tokens in one of its heads. A group is assumed to
     touch everything from its first token to its last, except the residues of its stride that are not its own. This may
     give one turn too many, which only costs time.
     """
-    out: list[list[StridedGroup]] = []
+    found: list[int] = []
     # (head, stride) -> residue -> (low, high, greatest high so far, turn)
     touched: dict[tuple[int, int], dict[int, list[tuple[int, int, int, int]]]] = {}
     strides: dict[int, None] = {}  # in order
@@ -271,10 +271,10 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
 
         turn = 0
         for head, other_stride in product(heads, strides):
-            found = touched.get((head, other_stride), {})
-            residues = [residue] if other_stride == stride else list(found)
+            by_residue = touched.get((head, other_stride), {})
+            residues = [residue] if other_stride == stride else list(by_residue)
             for other_residue in residues:
-                for other_low, other_high, reach, other in reversed(found.get(other_residue, [])):
+                for other_low, other_high, reach, other in reversed(by_residue.get(other_residue, [])):
                     if reach <= low:
                         break
                     if other_low < high and low < other_high:
@@ -283,26 +283,18 @@ def turns(groups: Iterable[StridedGroup], side: Side) -> list[list[StridedGroup]
             intervals = touched.setdefault((head, stride), {}).setdefault(residue, [])
             furthest = max(high, intervals[-1][2]) if intervals else high
             intervals.append((low, high, furthest, turn))
-
-        if turn == len(out):
-            out.append([])
-        out[turn].append(group)
-    return out
+        found.append(turn)
+    return found
 
 
 def launched(plan: Plan, side: Side, layouts: Layouts | None) -> list[list[StridedGroup]]:
     """Return the groups of each launch, in order. Without layouts, a launch is a turn. With layouts, a turn has one for
     each number of tokens in a segment, because each has its own layout."""
-    in_turns = turns(plan.groups, side)
-    if layouts is None:
-        return in_turns
-
-    launches: list[list[StridedGroup]] = []
-    for turn in in_turns:
-        counts = {group.listed for group in turn}
-        for count in sorted(counts, reverse=True):
-            launches.append([group for group in turn if group.listed == count])
-    return launches
+    launches: dict[tuple[int, int], list[StridedGroup]] = {}
+    for group, turn in zip(plan.groups, turns(plan.groups, side), strict=True):
+        fewer = 0 if layouts is None else -group.listed  # the most tokens come first
+        launches.setdefault((turn, fewer), []).append(group)
+    return [launches[key] for key in sorted(launches)]
 
 
 class Cells(NamedTuple):
