@@ -777,7 +777,9 @@ def _facts(
         shown = min(keys, q.shape[1])
     else:
         # An estimate: 1 / r of a head's tokens take part in a branch, and see w / r keys.
-        shown = sum([min(w, q.shape[1]) // r**2 + 1 for w, r in pairs])
+        shown = 0
+        for w, r in pairs:
+            shown += min(w, q.shape[1]) // r**2 + 1
     work = q.numel() * shown
     seq_len = q.shape[1]
     if torch.compiler.is_compiling():

@@ -235,10 +235,14 @@ def layouts_of(
         return None
     for layout in call.layouts:
         layout.check_batch(call.sample_count(q))
-    by_length = {layout.seq_len: layout for layout in call.layouts}
-    found = {}
-    for count in {group.listed for group in plan.groups}:
-        layout = call.layouts[0] if len(call.layouts) == 1 else by_length[count]
+    found: dict[int, BlockLayout] = {}
+    for group in plan.groups:
+        count = group.listed
+        if count in found:
+            continue
+        layout = call.layouts[0]
+        if len(call.layouts) > 1:
+            (layout,) = [x for x in call.layouts if x.seq_len == count]
         own = None if layout.batch_size == 1 else sample
         length = layout.seq_len if call.placed else count
         heads = layout.num_heads

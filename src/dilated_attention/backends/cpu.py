@@ -183,8 +183,7 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     """Return a function that repeats `forward` on tensors like these, with dense rows and no dropout, and the bytes of
     the tables that it keeps; None if these exceed `MOST_PREPARED`."""
     found = launches(problem, q, "queries", forward=True)
-    nbytes = sum([x.table.lines.nbytes + x.jobs.nbytes for x in found])
-    if nbytes > MOST_PREPARED or not found:
+    if not found:
         return None
 
     covered = problem.plan.covered
@@ -192,9 +191,13 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Repeat, 
     instructions = arguments.instructions
     kind = arguments.type
     calls = []
+    nbytes = 0
     for launch in found:
         arguments.launch(launch)
         calls.append((bytes(arguments.call), launch, problem.layouts))  # whose tables and lists the call reads
+        nbytes += launch.table.lines.nbytes + launch.jobs.nbytes
+    if nbytes > MOST_PREPARED:
+        return None
 
     group = problem.plan.groups[0]
     layout = problem.layouts[group.tokens] if problem.layouts is not None and group.tokens else None

@@ -522,6 +522,8 @@ def _union_cells(groups: Sequence[StridedGroup], side: Side) -> np.ndarray:
 def lines_of(cells: np.ndarray, side: Side, own: int) -> np.ndarray:
     """Return one line per tile: the cells cut into tiles of `own` rows. Tiles of one cell are neighbours, because their
     loops read the same rows. In a causal cell the tiles with the most work come first."""
+    if cells[:, ROWS].max(initial=0) <= own:
+        return cells
     tiles = -(-cells[:, ROWS] // own)
     cell, tile = _runs(tiles)
     if side == "queries":
