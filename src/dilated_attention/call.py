@@ -527,8 +527,10 @@ def _key(
     values = tuple(options.values())
     types = tuple(map(type, values))  # True == 1 == 1.0, and an option may take only one of them
     if not _PLAIN.issuperset(types):
-        later = [name for name in TENSORS if type(options[name]) in _READ_LATER]  # type: ignore[literal-required]
-        options = {**options, **dict.fromkeys(later)}  # type: ignore[typeddict-item]
+        options = options.copy()
+        for name in TENSORS:
+            if type(options[name]) in _READ_LATER:  # type: ignore[literal-required]
+                options[name] = None  # type: ignore[literal-required]
         values = tuple(options.values())
         types = tuple(map(type, values))
     if options["mesh"] is not None or not _PLAIN.issuperset(types) or q.is_nested or k.is_nested or v.is_nested:
