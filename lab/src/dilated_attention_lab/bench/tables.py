@@ -144,8 +144,6 @@ def describe(parameters: Mapping[str, Any]) -> str:
         words.append(f"{parameters['blocks']} blocks, {density:.1%}")
     if distance := parameters.get("distance"):
         words += [parameters["method"], f"{distance[0]:,} to {distance[1]:,} tokens back"]
-    if (first := parameters.get("from")) is not None:
-        words.append(f"from byte {first:,}")
     if source := parameters.get("activations") or parameters.get("model"):
         words.append(source)
     if (before := parameters.get("before")) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -181,7 +181,8 @@ def _equal_steps(text: Text, seed: int, *, held_out: int, device: torch.device) 
     for attention in IN_STEPS:
         model = _model(attention, text, seed, device)
         _train(model, text.context, seed, lambda done: done / text.steps)
-        bits[attention] = yield from _held_out(f"{attention}, {EQUAL_STEPS}", model, windows, case)
+        bits[attention] = _held_out_bits(model, windows)
+        yield Row(f"text, {attention}, {EQUAL_STEPS}: held-out text", case, bits[attention], "bits per byte")
     yield Row(f"text: dilated over dense, {EQUAL_STEPS}", case, bits["dilated"] / bits["dense"], "x", bar=1.02)
 
 
@@ -198,7 +199,8 @@ def _equal_time(text: Text, seed: int, *, held_out: int, device: torch.device) -
         model = _model(attention, text, seed, device)
         steps = _train(model, text.context, seed, _clock(text.seconds))
         yield Row(f"text, {attention}, {EQUAL_TIME}: steps", case, float(steps), "")
-        bits[attention] = yield from _held_out(f"{attention}, {EQUAL_TIME}", model, windows, case)
+        bits[attention] = _held_out_bits(model, windows)
+        yield Row(f"text, {attention}, {EQUAL_TIME}: held-out text", case, bits[attention], "bits per byte")
     case = {**text.parameters(seed), "seconds": text.seconds}
     yield Row(f"text: dilated over dense, {EQUAL_TIME}", case, bits["dilated"] / bits["dense"], "x", bar=0.95)
 
@@ -212,19 +214,6 @@ def _train(model: ByteLM, context: int, seed: int, progress: Callable[[int], flo
     return sum(1 for _ in learn(model, _sources(context), generator, progress))
 
 
-def _held_out(run: str, model: ByteLM, windows: Tensor, case: Mapping[str, Any]) -> Generator[Row, None, float]:
-    """Yield the bits per byte of held-out text, overall and by position; return the overall value.
-
-    run: what was trained, for the rows' names. case: the rows' parameters.
-    """
-    found = by_position(model, windows)
-    mean = statistics.fmean(found.values())
-    yield Row(f"text, {run}: held-out text", case, mean, "bits per byte")
-    for first, value in found.items():
-        yield Row(f"text, {run}: by position", {**case, "from": first}, value, "bits per byte")
-    return mean
-
-
 def _clock(seconds: float) -> Callable[[int], float]:
     """Return a function that gives the fraction of `seconds` that has passed since this call, whatever its argument."""
     begin = time.perf_counter()
@@ -232,11 +221,10 @@ def _clock(seconds: float) -> Callable[[int], float]:
 
 
 @torch.no_grad()
-def by_position(model: ByteLM, windows: Tensor) -> dict[int, float]:
-    """Return the mean bits per byte of each eighth of the windows, by the position where the eighth begins."""
-    losses = [
-        F.cross_entropy(model(window[None, :-1].long())[0], window[1:].long(), reduction="none") for window in windows
-    ]
-    eighths = torch.stack(losses).mean(0).tensor_split(8)
-    edges = [0, *torch.tensor([len(x) for x in eighths]).cumsum(0).tolist()]
-    return {edge: float(x.mean()) / math.log(2) for edge, x in zip(edges, eighths, strict=False)}
+def _held_out_bits(model: ByteLM, windows: Tensor) -> float:
+    """Return the mean bits per byte of the windows."""
+    losses = []
+    for window in windows:
+        logits = model(window[None, :-1].long())[0]
+        losses.append(F.cross_entropy(logits, window[1:].long()).item())
+    return statistics.fmean(losses) / math.log(2)
