@@ -360,13 +360,12 @@ def test_quality_is_judged_against_the_best_blocks():
     topic = torch.arange(640) // 32
     q = 40 * torch.eye(20)[topic][None, :, None].repeat(1, 1, 2, 1)
     k = q.roll(320, 1)
-    found = list(block_sparse._quality("x", [(q, k, q)], 32, False, {"top-k": 0.05, "LSH": 0.15}))
-    lost, error = ({row.name.rpartition(", ")[2]: row for row in found if word in row.name} for word in ("mass", "err"))
+    found = list(block_sparse._quality("x", [(q, k)], 32, False, {"top-k": 0.05, "LSH": 0.15}))
+    lost = {row.name.rpartition(", ")[2]: row for row in found}
     assert lost["top-k"].value == pytest.approx(0, abs=1e-3)
     assert lost["local window"].value == pytest.approx(1, abs=1e-2)
-    assert error["top-k"].value < 1e-2 < error["local window"].value
     assert [lost[name].met for name in ("top-k", "LSH", "local window")] == [True, True, None]
-    assert all(row.bar is None for row in block_sparse._quality("x", [(q, k, q)], 32, False, {}))
+    assert all(row.bar is None for row in block_sparse._quality("x", [(q, k)], 32, False, {}))
 
 
 def test_mass_captured_is_that_of_the_lists():

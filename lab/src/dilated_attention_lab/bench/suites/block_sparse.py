@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention import BlockLayout, Dilated, attention, block_sparse_attention, plan_cache, routing
+from dilated_attention import BlockLayout, block_sparse_attention, plan_cache, routing
 from dilated_attention.plumbing import Call, blocks, layouts_of
 from dilated_attention_lab.bench import activations, measure
 from dilated_attention_lab.bench.cases import Blocks, Case, Method
@@ -210,32 +210,19 @@ def _gemma_quality(seq_len: int, block_size: int) -> Iterator[Row]:
 def _quality(
     model: str, found: activations.Heads, block_size: int, is_causal: bool, bars: Mapping[str, float]
 ) -> Iterator[Row]:
-    """Yield for each selector the attention mass that it loses, and the relative error of the output.
-
-    The mass lost is a share of what the best lists of equal length hold, 1 - `captured`. bars: for it, by selector.
-    """
+    """Yield for each selector the attention mass that it loses, as a share of what the best lists of equal length hold,
+    1 - `captured`. bars: for it, by selector."""
     q = found[0][0]
     case = replace(SPARSE, batch=q.shape[0], seq_len=q.shape[1], heads=q.shape[2], head_dim=q.shape[3])
     case = replace(case, block_size=block_size, is_causal=is_causal)
     parameters = {**case.parameters, "blocks": "chosen", "activations": model, "layers": len(found)}
-    everything = Dilated((q.shape[1],), (1,))
-    mass = [block_mass(q, k, block_size, is_causal) for q, k, _ in found]
-    dense = [attention(q, k, v, everything, is_causal=is_causal) for q, k, v in found]
+    mass = [block_mass(q, k, block_size, is_causal) for q, k in found]
     choices = routers(0.1, block_size, is_causal)
     choices["local window"] = lambda q, k: case.layout(q.shape[1])
     for name, router in choices.items():
-        lost, errors = [], []
-        for (q, k, v), share, expected in zip(found, mass, dense, strict=True):
-            layout = router(q, k)
-            lost.append(1 - captured(share, layout))
-            out = attention(q, k, v, layout, is_causal=is_causal)
-            errors.append(float((out - expected).norm() / expected.norm()))  # type: ignore[operator, union-attr]
-        for figure, values, bar in (
-            (LOST, lost, bars.get(name)),
-            ("routing: relative error of the output", errors, None),
-        ):
-            mean = math.fsum(values) / len(values)
-            yield Row(f"{figure}, {name}", parameters, mean, "", bar=bar, spread=Spread.of(values))
+        lost = [1 - captured(share, router(q, k)) for (q, k), share in zip(found, mass, strict=True)]
+        mean = math.fsum(lost) / len(lost)
+        yield Row(f"{LOST}, {name}", parameters, mean, "", bar=bars.get(name), spread=Spread.of(lost))
 
 
 def captured(mass: Tensor, layout: BlockLayout) -> float:
