@@ -131,44 +131,31 @@ def _choosing(device: torch.device, seq_len: int) -> Step:
 
 def _t5(device: torch.device, seq_len: int) -> Step:
     """Compare two layers of T5's encoder with `sdpa`, whose bias has tokens x tokens x heads numbers: time, and memory
-    at the peak. Where the three tensors of that size do not fit in memory, with a backward six, this library is
-    measured alone."""
-    heads = 12
-    parameters: dict[str, Any] = {
-        "model": "T5-base's encoder",
-        "seq_len": seq_len,
-        "dtype": "float32",
-        "heads": heads,
-        "layers": 2,
-    }
-    bars = (0.5, 0.1) if seq_len == 8192 else (None, None)
+    at the peak. `sdpa` holds three tensors of that size, with a backward six."""
+    heads, layers = 12, 2
+    parameters = {
+        "model": "T5-base's encoder", "seq_len": seq_len, "dtype": "float32", "heads": heads, "layers": layers,
+    }  # fmt: skip
+    most_time, most_memory = (0.5, 0.1) if seq_len == 8192 else (None, None)
 
     def measured(phase: str, tensors: int) -> Iterator[Row]:
+        title = f"position_bias, {phase}: time over sdpa"
+        if why := measure.lack_of_memory(tensors * 4 * heads * seq_len**2, device):
+            yield Row(title, parameters, None, "x", refused=why)
+            return
         torch.manual_seed(0)
-        model = _t5_encoder(parameters["layers"], heads).to(device).eval()
+        model = _t5_encoder(layers, heads).to(device).eval()
         tokens = torch.randint(256, (1, seq_len), device=device)
-        why = measure.lack_of_memory(tensors * 4 * heads * seq_len**2, device)
-        names = (OURS,) if why else (OURS, "sdpa")
         work = {}
-        for name in names:
+        for name in (OURS, "sdpa"):
             call = _call(model, name, tokens, phase != "forward")
             work[name] = Noted(lambda call=call: list(call()), device, phase)  # type: ignore[misc]
         rounds = measure.interleave(work, seconds=10, device=device, least=1, most=5)
-        figures = {}
-        for name in names:
-            yield Row.of(f"position_bias, {name}: {phase}", parameters, rounds.spread(name, phase), "s")
-            peak = work[name].bytes
-            if peak is not None:
-                figures[name] = peak
-                yield Row(f"position_bias, {name}, {phase}: peak memory", parameters, peak, "bytes")
-        title = f"position_bias, {phase}: time over sdpa"
-        if why is not None:
-            yield Row(title, parameters, None, "x", refused=why)
-            return
-        yield over(rounds, OURS, "sdpa", phase, parameters, title, bar=bars[0])
-        if len(figures) == len(names):
-            ratio = figures[OURS] / figures["sdpa"]
-            yield Row(f"position_bias, {phase}: peak memory over sdpa's", parameters, ratio, "x", bar=bars[1])
+        yield over(rounds, OURS, "sdpa", phase, parameters, title, bar=most_time)
+        peaks = {name: noted.bytes for name, noted in work.items() if noted.bytes is not None}
+        if len(peaks) == len(work):
+            title = f"position_bias, {phase}: peak memory over sdpa's"
+            yield Row(title, parameters, peaks[OURS] / peaks["sdpa"], "x", bar=most_memory, figures=peaks)
 
     def run() -> Iterator[Row]:
         yield from measured("forward", 3)
