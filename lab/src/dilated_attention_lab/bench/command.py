@@ -90,7 +90,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure, print a table, and store one JSON row per figure in <out>/<device>/<suite>.jsonl."
     about = {name: (suite.__doc__ or "").partition(": ")[2].strip() for name, suite in SUITES.items()}
     parser.epilog = "Suites: " + " ".join(f"{name}: {text}" for name, text in about.items())
-    parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help="what to measure")
+    what = "what to measure; all: every suite but quality, in less than an hour on 2 idle cores"
+    parser.add_argument("suite", nargs="+", choices=[*SUITES, "all", "check"], help=what)
     flag(parser, "quick", "smaller cases and fewer rounds: a first look")
     option(parser, "only", str, "run only steps whose label in the progress bar contains it", "", metavar="TEXT")
     option(parser, "device", str, "a PyTorch device", shown="cpu; for the gpu suite cuda")
