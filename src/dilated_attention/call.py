@@ -182,7 +182,8 @@ class Call:
         `warn_of_unserved` does, unless other calls show keys to the same queries (`alone`). `near`: the keys that the
         call reads, at the positions of the options (`near_keys`); `key_padding_mask` is of all keys.
         """
-        key = _key(q, k, v, pattern, options, near)
+        positions = positions_of(options) if isinstance(pattern, BlockLayout) else None
+        key = _key(q, k, v, pattern, options, near, positions)
         if key is None:
             call = cls.of(q, k, v, pattern, **options)
             if alone:
@@ -199,7 +200,6 @@ class Call:
         if isinstance(pattern, BlockLayout) and options["cu_seqlens"] is None:
             pattern.require_unchanged()
             call = call._with_lists(key, pattern, q, k)
-            positions = positions_of(options)
             if positions is not None:
                 call = call._at(positions, q, k)
         call = call._with_tensors(q, k, options)
@@ -512,9 +512,11 @@ _COMPARED_BY_VALUE = frozenset((Dilated, Window))
 
 
 def _key(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, near: slice | None
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, near: slice | None,
+    positions: tuple[int, int] | None,
 ) -> Hashable | None:  # fmt: skip
-    """Return a cache key of everything that `Call._plain` depends on, or None if the call must be checked.
+    """Return a cache key of everything that `Call._plain` depends on, or None if the call must be checked. `positions`:
+    those of the options, if the pattern is a layout.
 
     It must be checked in four cases: a mesh is given; an option other than `TENSORS` is no plain number or string; q, k
     or v may be more or less than it seems, under torch.compile, torch.func or a dispatch mode or on the meta device; q
@@ -549,9 +551,9 @@ def _key(
     keys = None
     if near is not None:
         keys = near.stop - near.start
-    elif isinstance(pattern, BlockLayout):
-        positions = positions_of(options)
-        if positions is not None and positions[0] % pattern.q_block + q.size(1) <= pattern.q_block:
+    elif positions is not None and isinstance(pattern, BlockLayout):
+        before = positions[0] % pattern.q_block
+        if before + q.size(1) <= pattern.q_block:
             # Queries of one list: the same call with any list and any number of keys (`_at`).
             values = tuple({**options, "q_start": None, "k_start": None}.values())
             keys = -1
