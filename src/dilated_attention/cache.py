@@ -170,10 +170,10 @@ if hasattr(os, "register_at_fork"):  # a child whose parent held the lock in ano
 
 
 class derived(Generic[Value]):  # noqa: N801, used like cached_property
-    """Compute an attribute of a layout once, as `cached_property` does, but keep no tensor of a tracer.
+    """Compute an attribute once, as `cached_property` does, but keep no tensor of a tracer.
 
     While torch.export traces, operators on real tensors return fake ones, which hold no numbers. A later call outside
-    the trace would read them in place of the layout's own. (`cached_property` of Python 3.11 takes a lock, which
+    the trace would read them, in place of a layout's own. (`cached_property` of Python 3.11 takes a lock, which
     `torch.compile` cannot.)
     """
 
