@@ -296,7 +296,7 @@ def parts_of(
         if found is not None:
             rows, columns, band = found
             if listed:
-                place = _in_segment(branches, branch, rows, columns, max(queries[1], keys[1]))
+                place = _in_segment(branches, branch, rows, columns, end or max(queries[1], keys[1]))
             yield Part(rows.shifted(-origins[0]), columns.shifted(-origins[1]), band, part.phantoms, first, *place)
 
 

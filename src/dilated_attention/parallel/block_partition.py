@@ -2,9 +2,9 @@
 
 A crossing segment has a layout over its rows. A rank needs the key blocks that its own query blocks list. A row travels
 once, however many query blocks, query heads and branches list it. A part of the call attends the rank's own rows to the
-listed keys of certain token ranges, own or received. Its layout is over a *short sequence*: the blocks of these rows
-and keys, in their order, so that the causal diagonal stays the diagonal. Where q_block and k_block differ, whole units
-of their least common multiple are kept.
+listed keys of certain token ranges, which it has received. Its layout is over a *short sequence*: the blocks of these
+rows and keys, in their order, so that the causal diagonal stays the diagonal. Where q_block and k_block differ, whole
+units of their least common multiple are kept.
 
 Row i of a crossing segment is the i-th token of its subsequence. An interval is a range of rows, [start, stop). For
 crossing segments and row keys see `partition`.

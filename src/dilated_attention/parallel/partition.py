@@ -11,8 +11,8 @@ contiguous run of the class, and so are the keys that they see. The attention of
     keys before, after   groups of the *remote* plan, over received rows, with the band shifted. A limit that hides no
                          key is left out, so that whole segments are groups without a band.
 
-With block layouts, `block_partition` makes the problems of crossing segments, for own keys too. Which of a rank's own
-rows each peer sees follows in the same way, for all peers at once. `plan.sights` says what a branch shows, windows and
+With block layouts, `block_partition` makes the problems over received rows. Which of a rank's own rows each peer sees
+follows in the same way, for all peers at once. `plan.sights` says what a branch shows, windows and
 leading tokens (`Window.leading`) included, so this module treats all branches alike.
 
 A *row key* names the key and value of one token of one KV head: token * kv_heads + head. Row keys ascend by token,
@@ -220,28 +220,22 @@ def _crossings(sharding: Sharding, rank: int) -> tuple[Crossing, ...]:
 def local_plan(sharding: Sharding, rank: int) -> Plan:
     """Plan what a rank can compute from its shard alone: every whole segment, plus its own rows of crossing segments.
 
-    Rows are numbered from the shard's first token. With layouts the plan has whole segments only, and
-    `block_partition.problem` makes the problems of crossing ones.
+    Rows are numbered from the shard's first token. Block layouts say themselves whether they are causal.
     """
     lower, upper = sharding.shard(rank)
     branches = sharding.branches
+    listed = bool(sharding.layouts)
+    is_causal = sharding.is_causal and not listed
 
     def parts(branch: int, offset: int) -> Iterator[Part]:
-        segment = branches.segment_lengths[branch]
         for start, stop in sharding.grids():
             own = (max(lower, start) - start, min(upper, stop) - start)
             origin = lower - start
-            end = stop - start
-            for part in parts_of(branches, branch, offset, own, own, sharding.is_causal, (origin, origin), end=end):
-                begin = (part.queries.start + origin) // segment * segment
-                is_cut = begin < own[0] or own[1] < min(begin + segment, end)
-                if not (is_cut and sharding.layouts):
-                    yield part
+            yield from parts_of(branches, branch, offset, own, own, is_causal, (origin, origin), listed, stop - start)
 
     groups, covered = compile_groups(branches, parts, upper - lower)
-    whole = covered and not (sharding.layouts and crossings(sharding, rank))
-    square = all(group.queries == group.keys for group in groups)
-    return Plan(upper - lower, sharding.num_heads, groups, covered=whole, square=square)
+    square = not listed and all(group.queries == group.keys for group in groups)
+    return Plan(upper - lower, sharding.num_heads, groups, covered, square)
 
 
 @dataclass(frozen=True, eq=False)

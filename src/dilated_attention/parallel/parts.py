@@ -183,50 +183,6 @@ class Own(Counted):
             rows.index_add_(0, self.index, returned[:, i].index_select(0, self.positions))
 
 
-@dataclass(frozen=True)
-class Local(Counted):
-    """Hold the parts that a rank computes from its shard alone.
-
-    Attributes:
-        plan: the segments that lie in the shard; without block layouts, also the shard's own rows of crossing segments
-            (those that the shard's edges cut).
-        crossing: with block layouts, the block-sparse problems of those own rows. Without block layouts there are none.
-    """
-
-    plan: Plan
-    crossing: tuple[Gather, ...]
-
-    @classmethod
-    def of(cls, sharding: Sharding, rank: int, device: torch.device) -> Local:
-        plan = partition.local_plan(sharding, rank)
-        if not sharding.layouts:
-            return cls(plan, ())
-
-        shard = sharding.shard(rank)
-        gathers: list[Gather] = []
-        for crossing in partition.crossings(sharding, rank):
-            problem = block_partition.problem(sharding, rank, crossing, [shard], device)
-            if problem is not None:
-                rows = problem.keys - shard[0] * sharding.num_heads
-                gathers.append(Gather.of(problem, rows, device))
-        return cls(plan, tuple(gathers))
-
-    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
-        attend(Part(k, v, self.plan))
-        rows = _shard_rows(k, v) if self.crossing else ()
-        for gather in self.crossing:
-            attend(gather.part(*rows))
-
-    def backward(self, k: Tensor, v: Tensor, attend: Attend) -> Gradients:
-        """Return the sums of the parts' (dk, dv) for the shard's rows, contiguous."""
-        dtype = statistic(k.dtype)
-        dk, dv = (x.to(dtype).contiguous() for x in attend(Part(k, v, self.plan)))
-        rows = _shard_rows(k, v) if self.crossing else ()
-        for gather in self.crossing:
-            gather.scatter(attend(gather.part(*rows)), *_shard_rows(dk, dv))
-        return dk, dv
-
-
 def gathers_of(
     sharding: Sharding,
     rank: int,

@@ -28,13 +28,14 @@ from dilated_attention.parallel.parts import (
     Counted,
     Gather,
     Gradients,
-    Local,
     Own,
+    Part,
     gathers_of,
     locate,
     on_device,
     statistic,
 )
+from dilated_attention.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class _Round(Counted):
 
 @dataclass(frozen=True)
 class _Tables(Counted):
-    local: Local
+    local: Plan
     steps: Any
 
 
@@ -88,7 +89,7 @@ class _Schedule:
 
     @classmethod
     def _tables(cls, sharding: Sharding, rank: int, seal: int, device: torch.device) -> _Tables:
-        return _Tables(Local.of(sharding, rank, device), cls.make(sharding, rank, seal, device))
+        return _Tables(partition.local_plan(sharding, rank), cls.make(sharding, rank, seal, device))
 
     @staticmethod
     def make(sharding: Sharding, rank: int, seal: int, device: torch.device) -> Any:
@@ -125,10 +126,10 @@ class Exchange(_Schedule):
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         if not self.steps:
-            self.local.forward(k, v, attend)
+            attend(Part(k, v, self.local))
             return k.new_empty(0)
         transfer = self._send(self.steps, k, v)
-        self.local.forward(k, v, attend)
+        attend(Part(k, v, self.local))
         rows = transfer.wait()
         self.steps.forward(rows, attend)
         return rows
@@ -136,11 +137,11 @@ class Exchange(_Schedule):
     def backward(self, k: Tensor, v: Tensor, saved: Tensor, attend: Attend) -> Gradients:
         step = self.steps
         if not step:
-            return self.local.backward(k, v, attend)
+            return attend(Part(k, v, self.local))
         sums = step.backward(saved, attend)
         what = "in backward's return of gradients"
         transfer = self.link.all_to_all(sums, step.received, step.returned, what)
-        dk, dv = self.local.backward(k, v, attend)
+        dk, dv = attend(Part(k, v, self.local))
         step.own.add(transfer.wait(), dk, dv)
         return dk, dv
 
@@ -220,7 +221,7 @@ class Ring(_Schedule):
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         first = self._fetch(1, k, v, "forward")
-        self.local.forward(k, v, attend)
+        attend(Part(k, v, self.local))
         for _, step, rows in self._rows(k, v, "forward", first):
             step.forward(rows, attend)
         return k.new_empty(0)
@@ -239,7 +240,7 @@ class Ring(_Schedule):
             add_returned()
             what = f"in backward's return of ring step {distance}"
             returning = (step.own, self.link.swap(sums, step.received, step.returned, what))
-        local_dk, local_dv = self.local.backward(k, v, attend)
+        local_dk, local_dv = attend(Part(k, v, self.local))
         add_returned()
         return dk.add_(local_dk), dv.add_(local_dv)
 
@@ -316,7 +317,7 @@ class Doubling(_Schedule):
         own, hops = self.steps
         buffer = k.new_empty(hops[-1].stop if hops else own.size, 2, k.shape[0], k.shape[3])
         transfer = self._send(0, own.pack(k, v, buffer))
-        self.local.forward(k, v, attend)
+        attend(Part(k, v, self.local))
         for level, hop in enumerate(hops):
             assert transfer is not None
             transfer.wait()
@@ -340,7 +341,7 @@ class Doubling(_Schedule):
             what = f"in backward's doubling round {level}"
             transfer = self.link.swap(sums[hop.start : hop.stop], hop.received, hop.sent, what)
 
-        dk, dv = self.local.backward(k, v, attend)
+        dk, dv = attend(Part(k, v, self.local))
         if transfer:
             send = hops[0].send
             sums.index_add_(0, send, transfer.wait()[: len(send)])
