@@ -108,7 +108,7 @@ class Call:
         layouts: the block layouts inside segments, one for each number of tokens that take part in a segment; empty
             if the pattern has no layout.
         lengths, cu_seqlens: where samples end. Over a mesh, `shards` has the edges of packed samples.
-        first_head: global index of the first query head.
+        first_head: global index of the first query head; bias_head: its index among the heads of the bias.
         seed: the seed of dropout, drawn when the call runs; None without dropout.
         bias, coordinates, buckets, query_tokens, key_tokens: the tensors of a bias, as in `bias.Normal`; the scores
             name its form.
@@ -131,6 +131,7 @@ class Call:
     cu_seqlens: Tensor | None = None
     key_padding_mask: Tensor | None = None
     first_head: int = 0
+    bias_head: int = 0
     seed: Tensor | None = None
     shards: Shards | None = None
     starts: tuple[int, int] = (0, 0)
@@ -379,21 +380,21 @@ class Call:
             hidden = hidden[:, :, None]
         queries = self.starts[0] + torch.arange(q.shape[1], device=q.device)
         keys = self.starts[1] + torch.arange(k.shape[1], device=q.device)
-        return self.attributes_at(len(q), range(q.shape[2]), queries, keys[:, None], self.starts, hidden)
+        return self.attributes_at(q, queries, keys[:, None], self.starts, hidden)
 
     def attributes_at(
-        self, batch: int, heads: range, queries: Tensor, keys: Tensor, starts: tuple[int, int], hidden: Tensor | None
+        self, q: Tensor, queries: Tensor, keys: Tensor, starts: tuple[int, int], hidden: Tensor | None
     ) -> Attributes:
-        """Return what backends read per token of some rows.
+        """Return what backends read per token of some rows of q and of k.
 
         Args:
-            heads: the heads of these rows of q, among the call's.
             queries, keys: the position of each row of q, `(rows,)`, and of k, `(rows, KV heads or 1)`.
             starts: the positions of the first query and of the first key of the call.
             hidden: the keys that no query sees, bool `(batch or 1, rows, KV heads or 1)`; None: all are seen.
         """
-        first_head = self.first_head + heads.start
-        found = attributes_of(batch, len(heads), queries, keys, hidden=hidden, seed=self.seed, first_head=first_head)
+        found = attributes_of(
+            len(q), q.shape[2], queries, keys, hidden=hidden, seed=self.seed, first_head=self.first_head
+        )
         if self.bias is None:
             return found
         rows = queries - starts[0]
@@ -402,6 +403,7 @@ class Call:
             rows = self.query_tokens
             columns = self.key_tokens[:, None]
         bias = biases.Normal(int(self.scores.bias), self.bias, self.coordinates)
+        heads = range(self.bias_head, self.bias_head + q.shape[2])
         return found.and_(*biases.attributes(bias, heads, rows, columns, starts))
 
     def bias_source(self) -> biases.Source | None:

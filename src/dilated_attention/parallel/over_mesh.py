@@ -28,7 +28,7 @@ from dilated_attention.parallel import parts, traffic, transports
 from dilated_attention.parallel.comm import Link, link_of
 from dilated_attention.parallel.partition import Sharding, balanced_bounds, rank_groups
 from dilated_attention.parallel.ulysses import Ulysses
-from dilated_attention.plan import EVERY, WHOLE, Branches, Plan, StridedGroup, row_counts
+from dilated_attention.plan import EVERY, WHOLE, Branches, StridedGroup, row_counts
 from dilated_attention.torch_internals import group_named
 
 Transport = transports.Exchange | transports.Doubling | transports.Ring
@@ -185,73 +185,62 @@ def _agree(call: Call, q: Tensor, k: Tensor, wanted: bool | None = None) -> tupl
     return plan, link, link.agree(plan.text, problem, q.device, wanted)
 
 
+def _gathered(call: Call, link: Link, bounds: tuple[int, ...]) -> Call:
+    """Return the call with the key mask and the coordinates of the whole sequence, and with the seed of dropout that
+    the ranks agree on."""
+    whole = {}
+    if call.key_padding_mask is not None:  # one byte per token travels
+        rows = link.whole(call.key_padding_mask.T, bounds, "while gathering key_padding_mask")
+        whole["key_padding_mask"] = rows.T
+    if call.seed is not None:  # ranks may have drawn different seeds
+        whole["seed"] = link.agreed_seed(call.seed.clone())
+    if call.coordinates is not None:
+        rows = link.whole(call.coordinates.transpose(0, 1), bounds, "while gathering coordinates of the bias")
+        whole["coordinates"] = rows.transpose(0, 1)
+    return call.but(**whole)
+
+
 class _Compute:
     """Compute the parts of one call on a backend and add them to the running results.
 
-    `call` has the key mask and the coordinates of the whole sequence, and the seed of dropout that the ranks agree on.
+    `call` comes from `_gathered`.
     `source` is what pairs read of the bias, as in `Problem`.
     `state` is the running (out, lse) of the parts that `forward` has computed; None before the first.
     """
 
-    def __init__(self, call: Call, plan: _Plan, link: Link, q: Tensor, k: Tensor, source: biases.Source | None) -> None:
+    def __init__(
+        self, call: Call, sharding: Sharding, rank: int, q: Tensor, k: Tensor, source: biases.Source | None
+    ) -> None:
+        self.call = call
         self.q = q
         self.source = source
         self.state: tuple[Tensor, Tensor] | None = None
         self.ratio = q.shape[2] // k.shape[2]
-        self.start, stop = plan.sharding.shard(link.rank)
+        self.start, stop = sharding.shard(rank)
         self.tokens = torch.arange(self.start, stop, device=q.device)
-        self.layouts = {layout.seq_len: layout for layout in plan.sharding.layouts}
-        bounds = plan.sharding.bounds
-        whole = {}
-        if call.key_padding_mask is not None:  # one byte per token travels
-            rows = link.whole(call.key_padding_mask.T, bounds, "while gathering key_padding_mask")
-            whole["key_padding_mask"] = rows.T
-        if call.seed is not None:  # ranks may have drawn different seeds
-            whole["seed"] = link.agreed_seed(call.seed.clone())
-        if call.coordinates is not None:
-            rows = link.whole(call.coordinates.transpose(0, 1), bounds, "while gathering coordinates of the bias")
-            whole["coordinates"] = rows.transpose(0, 1)
-        self.call = call.but(**whole)
-
-    def problem(
-        self, plan: Plan, q: Tensor, queries: Tensor, keys: Tensor, layouts: dict[int, BlockLayout], head: int = 0,
-        unseen: Tensor | None = None,
-    ) -> Problem:  # fmt: skip
-        """Return the backend's problem for a plan, with the mask, the dropout and the bias of its rows.
-
-        Args:
-            queries: the token of each row of q.
-            keys: the token of each row and head of k, `(rows, heads or 1)`.
-            layouts: block layouts inside segments, by their length in rows; empty without block layouts.
-            head: the index of q's first head among the call's heads.
-            unseen: the rows of k that no query sees besides those of the mask, bool `(rows,)`; None: there are none.
-        """
-        hidden = self.call.key_padding_mask
-        if hidden is not None:
-            hidden = hidden[:, keys]
-        if unseen is not None:
-            others = unseen[None, :, None]
-            hidden = others if hidden is None else hidden | others
-        heads = range(head, head + q.shape[2])
-        attributes = self.call.attributes_at(len(q), heads, queries, keys, (self.start, 0), hidden)
-        _, scores = self.call.scores.split()
-        return Problem(plan, scores, attributes, layouts if layouts else None, bias=self.source)
-
-    def whole_problem(self, heads: Ulysses, q: Tensor) -> Problem:
-        """Return the problem over all tokens for the heads of `q`, which this rank computes (`Ulysses`)."""
-        tokens = torch.arange(q.shape[1], device=q.device)
-        return self.problem(heads.plan, q, tokens, tokens[:, None], heads.layouts, heads.link.rank * q.shape[2])
+        self.layouts = {layout.seq_len: layout for layout in sharding.layouts}
 
     def _problem(self, part: parts.Part, heads: Tensor | None) -> Problem:
+        """Return the backend's problem for a part whose keys these query heads read (`_heads`), with the mask, the
+        dropout and the bias of its rows."""
         tokens = self.tokens[:, None] if part.tokens is None else part.tokens
-        if part.queries is None:
-            return self.problem(part.plan, self.q, self.tokens, tokens, self.layouts)
-        layouts = {part.queries.layout.seq_len: part.queries.layout}
-        problem = self.problem(part.plan, self.q, self.tokens, tokens, layouts, unseen=part.queries.hidden)
+        layouts = self.layouts
+        hidden = self.call.key_padding_mask
+        if hidden is not None:
+            hidden = hidden[:, tokens]
+        if part.queries is not None:
+            layouts = {part.queries.layout.seq_len: part.queries.layout}
+            if part.queries.hidden is not None:
+                others = part.queries.hidden[None, :, None]
+                hidden = others if hidden is None else hidden | others
+
+        attributes = self.call.attributes_at(self.q, self.tokens, tokens, (self.start, 0), hidden)
         of_queries = {}
-        for name, x in problem.attributes.queries.items():
+        for name, x in attributes.queries.items():
             of_queries[name] = x if x.shape[2] == 1 else _of_heads(x, heads)
-        return replace(problem, attributes=Attributes(of_queries, problem.attributes.keys))
+        attributes = Attributes(of_queries, attributes.keys)
+        _, scores = self.call.scores.split()
+        return Problem(part.plan, scores, attributes, layouts if layouts else None, bias=self.source)
 
     def forward(self, part: parts.Part) -> None:
         """Compute a part and merge it into `state`."""
@@ -298,29 +287,6 @@ def _of_heads(x: Tensor | None, heads: Tensor | None) -> Any:
     return x if x is None or heads is None else x.index_select(2, heads)
 
 
-def _heads_forward(heads: Ulysses, compute: _Compute, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return out and lse of the shard, computed by an exchange of heads, and two flat tensors for `_heads_backward`."""
-    q, k, v = heads.scatter_heads([q, k, v], "in forward's exchange of heads")
-    whole_out, whole_lse = compute.call.backend.forward(compute.whole_problem(heads, q), q, k, v)
-    out, lse = heads.gather_heads([whole_out, whole_lse], "in forward's return of heads")
-    saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
-    return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten()]
-
-
-def _heads_backward(
-    heads: Ulysses, compute: _Compute, dout: Tensor, dlse: Tensor, saved: Tensor, saved_lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of the shard; `saved` and `saved_lse` are what `_heads_forward` returned last."""
-    dout, dlse = heads.scatter_heads([dout, dlse], "in backward's exchange of heads")
-    shapes = [torch.Size((*dout.shape[:2], width, dout.shape[3])) for width in heads.widths]
-    pieces = saved.split([shape.numel() for shape in shapes])
-    q, k, v, out = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
-    problem = compute.whole_problem(heads, q)
-    gradients = compute.call.backend.backward(problem, dout, dlse, q, k, v, out, saved_lse.view(dlse.shape))
-    dq, dk, dv = heads.gather_heads(gradients, "in backward's return of heads")
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
     """Return whether some rank wants gradients of this call. Every rank then has to take part in the backward.
 
@@ -355,10 +321,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if not len(q):
         out, lse = running(q, covered=True)
         return [out, lse, k.new_empty(0), lse.new_empty(0), number]
-    compute = _Compute(call, plan, link, q, k, call.bias_source())
+    call = _gathered(call, link, plan.sharding.bounds)
     if plan.transport == "ulysses":
-        return [*_heads_forward(Ulysses(link, plan.sharding, q.shape[2]), compute, q, k, v), number]
+        return [*Ulysses(link, plan.sharding, call, q.shape[2]).forward(q, k, v), number]
 
+    compute = _Compute(call, plan.sharding, link.rank, q, k, call.bias_source())
     rows = plan.schedule(link, k.device).forward(k, v, compute.forward)
     assert compute.state is not None
     out, lse = compute.state
@@ -387,12 +354,13 @@ def backward(
     link.begin(_mesh(call)[0].layer, int(number))
     if not len(q):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    compute = _Compute(call, plan, link, q, k, source)
+    call = _gathered(call, link, plan.sharding.bounds)
     if plan.transport == "ulysses":
         if dlse is None:
             dlse = torch.zeros_like(lse)
-        return _heads_backward(Ulysses(link, plan.sharding, q.shape[2]), compute, dout, dlse, rows, saved_lse)
+        return Ulysses(link, plan.sharding, call, q.shape[2]).backward(source, dout, dlse, rows, saved_lse)
 
+    compute = _Compute(call, plan.sharding, link.rank, q, k, source)
     dq = torch.zeros(q.shape, dtype=parts.statistic(q.dtype), device=q.device)
     held = -1 if len(rows) else 0  # an empty tensor's view takes no -1
     rows = rows.view(held, 2, k.shape[0], k.shape[3])
@@ -486,7 +454,7 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
     for i, length in enumerate(lengths):
         own = max(0, min(tokens, length - start))
         layouts = call.layouts
-        if len(layouts) == 1 and length:
+        if len(layouts) == 1:
             whole = layouts[0]
             if whole.batch_size > 1:
                 whole = whole.select(batch=range(i, i + 1))

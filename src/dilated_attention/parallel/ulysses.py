@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from dilated_attention.cache import plan_cache
-from dilated_attention.parallel import partition
+from dilated_attention import execution
+from dilated_attention.bias import Source
+from dilated_attention.call import Call
 from dilated_attention.parallel.comm import Link
 from dilated_attention.parallel.partition import Sharding
 
 
 class Ulysses:
-    """Exchange heads: each rank computes all tokens of an equal number of heads, in one call of the backend.
+    """Exchange heads: each rank computes all tokens of an equal number of heads, as one device does (`call`).
 
     A row of a message holds one token's data for all heads of one rank: q, k and v; or out and lse. In its methods,
     `what` names the phase of a transfer, as in `Link`.
     """
 
-    def __init__(self, link: Link, sharding: Sharding, num_heads: int) -> None:
+    def __init__(self, link: Link, sharding: Sharding, call: Call, num_heads: int) -> None:
         self.link = link
         self.counts = [stop - start for start, stop in pairwise(sharding.bounds)]
         heads = num_heads // link.size
@@ -32,16 +32,37 @@ class Ulysses:
 
         columns = slice(link.rank * kv_heads, (link.rank + 1) * kv_heads)
         offsets = tuple([row[columns] for row in sharding.branches.offsets])
-        branches = sharding.branches._replace(offsets=offsets)
-        whole = replace(sharding, branches=branches, bounds=(0, sharding.seq_len), layouts=())
-        self.plan = plan_cache.of(partition.local_plan, whole, 0)
-
         mine = range(link.rank * heads, (link.rank + 1) * heads)
-        self.layouts = {}
+        layouts = []
         for layout in sharding.layouts:
-            if layout.num_heads > 1:
-                layout = layout.select(heads=mine)
-            self.layouts[layout.seq_len] = layout
+            layouts.append(layout.select(heads=mine) if layout.num_heads > 1 else layout)
+        self.call = call.but(
+            branches=sharding.branches._replace(offsets=offsets), layouts=tuple(layouts), shards=None, problems={},
+            cu_seqlens=None if sharding.samples is None else torch.tensor(sharding.samples),
+            first_head=call.first_head + mine.start, bias_head=mine.start,
+        )  # fmt: skip
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return out and lse of the shard, and two flat tensors for `backward`."""
+        q, k, v = self.scatter_heads([q, k, v], "in forward's exchange of heads")
+        whole_out, whole_lse = execution.forward(self.call, q, k, v)
+        out, lse = self.gather_heads([whole_out, whole_lse], "in forward's return of heads")
+        saved = torch.cat([x.flatten() for x in (q, k, v, whole_out)])
+        return [out.contiguous(), lse.contiguous(), saved, whole_lse.flatten()]
+
+    def backward(
+        self, source: Source | None, dout: Tensor, dlse: Tensor, saved: Tensor, saved_lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of the shard; `saved` and `saved_lse` are what `forward` returned last. Add to the sums
+        of `source`, as `execution.backward` does."""
+        dout, dlse = self.scatter_heads([dout, dlse], "in backward's exchange of heads")
+        shapes = [torch.Size((*dout.shape[:2], width, dout.shape[3])) for width in self.widths]
+        pieces = saved.split([shape.numel() for shape in shapes])
+        q, k, v, out = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        results = [out, saved_lse.view(dlse.shape)]
+        gradients = execution.backward(self.call, source, dout, dlse, q, k, v, results)
+        dq, dk, dv = self.gather_heads(gradients, "in backward's return of heads")
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
     def scatter_heads(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """Give each rank all tokens of its heads: `(batch, shard, heads, ...)` to `(batch, seq, heads / size, ...)`."""
