@@ -76,8 +76,8 @@ class BackwardDq {
     int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
     int32_t *bit = parts.take<int32_t>(own);
     number_rows(tile, joined, own, row, token);
-    if (call.kinds) number_bits(row, rows, bit);
     const Held held{rows, token, row, tile.within, bit};
+    if (call.kinds) number_bits(held, bit);
     float *q = parts.take(own * shape.stride), *dout = parts.take(own * shape.stride);
     float *dq = parts.take(own * shape.columns), *lse = parts.take(own), *delta = parts.take(own);
     float *s = parts.take(CHUNK * LANES), *dp = parts.take(CHUNK * LANES);
@@ -120,12 +120,14 @@ class BackwardDq {
       for (int group = 0; group < held.groups(); group++) {
         const int64_t lane = group * LANES;
         ahead.ask(group, held.groups());
-        const auto attend = [&](auto capped) {
-          attend_dq<capped()>(shape, q + lane * shape.stride, dout + lane * shape.stride, scores, v, k_values,
-                              lse + lane, delta + lane, dq + lane * shape.columns, held, group, chunk, scaling, words, bias, s,
-                              dp);
+        Sight sight;
+        const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk, sight);
+        const auto attend = [&](auto cut, auto capped) {
+          attend_dq<cut(), capped()>(shape, q + lane * shape.stride, dout + lane * shape.stride, scores, v, k_values,
+                                     lse + lane, delta + lane, dq + lane * shape.columns, held, group, chunk, w, sight,
+                                     scaling, words, bias, s, dp);
         };
-        scaling.capped ? attend(std::true_type()) : attend(std::false_type());
+        with_flag(w.cut, [&](auto cut) { with_flag(scaling.capped, [&](auto capped) { attend(cut, capped); }); });
       }
     });
     for (int i = 0; i < rows; i++) lse[i] = float(call.scores.scale);
@@ -179,8 +181,8 @@ class BackwardDkdv {
       held_rows += !(call.hidden && call.hidden[b * call.M + token[held_rows]]);
     }
     if (held_rows == 0) return;
-    if (call.kinds) number_bits(row, held_rows, bit);
     const Held held{held_rows, token, row, tile.within, bit};
+    if (call.kinds) number_bits(held, bit);
     float *k = parts.take(own * shape.stride), *v = parts.take(own * shape.stride);
     float *k_values = parts.take(own * shape.columns);
     float *dk = parts.take(own * shape.columns), *dv = parts.take(own * shape.columns), *factor = parts.take(own);
@@ -248,13 +250,17 @@ class BackwardDkdv {
             ahead.ask(group, held.groups());
             const Keys keys{k + at * shape.stride, v + at * shape.stride, dk + at * shape.columns,
                             dv + at * shape.columns};
-            const auto attend = [&](auto formed) {
-              return attend_dkdv<formed()>(shape, keys, queries, held, group, chunk, scaling, words, bias, s, dp,
-                                           call.dq ? rows + i * WORDS : nullptr, ROW);
+            Sight sight;
+            const Window w = window<Side::keys, Arithmetic::ROWS>(held, group, chunk, sight);
+            const auto attend = [&](auto cut, auto formed) {
+              attend_dkdv<cut(), formed()>(shape, keys, queries, held, group, chunk, w, sight, scaling, words, bias, s,
+                                           dp, call.dq ? rows + i * WORDS : nullptr, ROW);
             };
-            const Window w = bias.any         ? attend(std::integral_constant<Formed, Formed::biased>())
-                             : scaling.capped ? attend(std::integral_constant<Formed, Formed::capped>())
-                                              : attend(std::integral_constant<Formed, Formed::plainly>());
+            with_flag(w.cut, [&](auto cut) {
+              bias.any         ? attend(cut, std::integral_constant<Formed, Formed::biased>())
+              : scaling.capped ? attend(cut, std::integral_constant<Formed, Formed::capped>())
+                               : attend(cut, std::integral_constant<Formed, Formed::plainly>());
+            });
             if (w.from < w.to) seen.from = int(least(seen.from, w.from)), seen.to = int(most(seen.to, w.to));
           }
           if (call.dq && seen.from < seen.to)

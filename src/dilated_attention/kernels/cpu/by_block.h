@@ -245,8 +245,10 @@ class ForwardByBlock {
     for (int piece = 0; piece < pieces.count; piece++) {
       const Chunk &chunk = pieces.chunks[piece];
       if (words.any) read_key_words(call, job.h, chunk.token, chunk.count, word);
-      attend(shape, q, pieces.k + piece * CHUNK * shape.stride, pieces.v + piece * shape.values, {m, z, acc}, held, 0,
-             chunk, scaling, words, Unbiased(), s);
+      Sight unused;
+      const Window w = window<Side::queries, Arithmetic::ROWS>(held, 0, chunk, unused);
+      attend<false>(shape, q, pieces.k + piece * CHUNK * shape.stride, pieces.v + piece * shape.values, {m, z, acc},
+                    held, 0, chunk, w, unused, scaling, words, Unbiased(), s);
       if (!pieces.finite[piece])
         spread_infinities<Element>(inputs.v(job.b, job.h), call.D, held, 0, chunk, acc);
     }

@@ -47,8 +47,8 @@ class Forward {
     int32_t *row = parts.take<int32_t>(own), *first = parts.take<int32_t>(own), *second = parts.take<int32_t>(own);
     int32_t *bit = parts.take<int32_t>(own);
     number_rows(tile, joined, own, row, token);
-    if (call.kinds) number_bits(row, rows, bit);
     const Held held{rows, token, row, tile.within, bit};
+    if (call.kinds) number_bits(held, bit);
     float *q = parts.take(own * shape.stride), *m = parts.take(own), *z = parts.take(own);
     float *acc = parts.take(own * shape.columns);
     float *s = parts.take(CHUNK * LANES);
@@ -85,8 +85,12 @@ class Forward {
       for (int group = 0; group < held.groups(); group++) {
         const int64_t lane = group * LANES;
         ahead.ask(group, held.groups());
-        attend(shape, q + lane * shape.stride, k, v, {m + lane, z + lane, acc + lane * shape.columns}, held, group, chunk,
-               scaling, words, bias, s);
+        Sight sight;
+        const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk, sight);
+        with_flag(w.cut, [&](auto cut) {
+          attend<cut()>(shape, q + lane * shape.stride, k, v, {m + lane, z + lane, acc + lane * shape.columns}, held,
+                        group, chunk, w, sight, scaling, words, bias, s);
+        });
         if (!slot.finite) spread_infinities<Element>(V, call.D, held, group, chunk, acc + lane * shape.columns);
       }
     });

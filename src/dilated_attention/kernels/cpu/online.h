@@ -36,43 +36,68 @@ struct Chunk {
   const uint8_t *bits[CHUNK];         // if `cut`: of these, those whose bit is set, as in call.h; null: all of them
 };
 
-// The rows that a tile holds, in groups of LANES.
-struct Held {
-  int count;
-  const int64_t *token;
-  const int32_t *row;  // numbers in the tile, ascending; lanes without a row see nothing and are not seen
-  int32_t within;      // the position of row 0 of the tile in its block
-  const int32_t *bit;  // if there are masks of bits: 1 << (row - row of the first lane of its vector)
-
-  int lanes(int group) const {  // in whole vectors
-    const int left = count - group * LANES;
-    return left < LANES ? int(round_up(left, WIDTH)) : LANES;
-  }
-  int groups() const { return int(round_up(count, LANES) / LANES); }
-};
-
-// The rows of a chunk that some row of a group sees, rounded outwards to multiples of ROWS, and whether any pair of
-// them is hidden.
-struct Window {
-  int from, to;
-  bool masked;
-};
-
-inline Mask seeing(Integers i, const Chunk &chunk, int j) {
-  return at_least(i, all(chunk.first[j])) & at_most(i, all(chunk.last[j]));
-}
-
-// Write `bit` of Held for `count` rows.
-inline void number_bits(const int32_t *row, int count, int32_t *bit) {
-  for (int i = 0; i < count; i++) bit[i] = int32_t(1u << ((row[i] - row[i / WIDTH * WIDTH]) & 31));
-}
-
 constexpr int AT_ONCE = 57;  // bits that one unaligned read gives at least
 
 inline uint64_t bits_from(const uint8_t *bits, uint32_t first) {
   uint64_t found;
   std::memcpy(&found, bits + first / 8, sizeof found);
   return found >> first % 8;
+}
+
+// The rows that a tile holds, in groups of LANES.
+struct Held {
+  int count;
+  const int64_t *token;
+  const int32_t *row;  // numbers in the tile, ascending; lanes without a row see nothing and are not seen
+  int32_t within;      // the position of row 0 of the tile in its block
+  const int32_t *bit;  // if there are masks of bits: of each lane, as number_bits writes them
+
+  int lanes(int group) const {  // in whole vectors
+    const int left = count - group * LANES;
+    return left < LANES ? int(round_up(left, WIDTH)) : LANES;
+  }
+  int groups() const { return int(round_up(count, LANES) / LANES); }
+
+  // The last of `width` lanes from `lane` on that has a row; the first of them has one.
+  int last(int lane, int width) const { return (lane + width < count ? lane + width : count) - 1; }
+
+  // Whether the rows of a group lie so near one another that bits can be numbered by them: the group's lie in one word,
+  // a vector's in the 32 bits from a byte of it on.
+  bool is_near(int group) const {
+    const int first = group * LANES;
+    if (row[last(first, LANES)] - row[first] >= AT_ONCE) return false;
+    for (int lane = first; lane < first + LANES && lane < count; lane += WIDTH)
+      if (row[last(lane, WIDTH)] - row[lane] > 32 - 8) return false;
+    return true;
+  }
+
+  // The number of the bit of lane x of a group: its row, counted from the group's first, or x if the rows are not near.
+  int place(int group, int x, bool near) const { return near ? row[group * LANES + x] - row[group * LANES] : x; }
+};
+
+// The rows of a chunk that some row of a group sees, rounded outwards to multiples of ROWS.
+struct Window {
+  int from, to;
+  bool masked;       // whether `hide` must hide pairs
+  bool cut = false;  // whether Sight says which pairs are hidden: then all of them
+};
+
+inline Mask seeing(Integers i, const Chunk &chunk, int j) {
+  return at_least(i, all(chunk.first[j])) & at_most(i, all(chunk.last[j]));
+}
+
+// Write held.bit: the bit of each lane among the 32 that Sight reads for its vector, 0 for lanes without a row.
+inline void number_bits(const Held &held, int32_t *bit) {
+  for (int group = 0; group < held.groups(); group++) {
+    const bool near = held.is_near(group);
+    for (int x = 0; x < LANES; x++) {
+      const int lane = group * LANES + x, vector = x / WIDTH * WIDTH;
+      bit[lane] = 0;
+      if (lane >= held.count) continue;
+      const int byte = held.place(group, vector, near) / 8;
+      bit[lane] = int32_t(1u << (held.place(group, x, near) - 8 * byte));
+    }
+  }
 }
 
 // The lanes from `lane` on whose rows have their bit set, one by one.
@@ -89,34 +114,79 @@ inline Mask seeing(const Held &held, int lane, const Chunk &chunk, int j) {
   return chunk.cut && chunk.bits[j] ? seen & marked(held, lane, chunk.bits[j]) : seen;
 }
 
-// `window` of a chunk that masks of bits cut. Not inlined: most chunks are not cut.
-template <int ROWS>
-[[gnu::noinline]] Window window_of_bits(const Held &held, int group, const Chunk &chunk, bool masked) {
-  const int first = group * LANES, last = (first + LANES < held.count ? first + LANES : held.count) - 1;
-  const int32_t top = held.row[first], bottom = held.row[last];
-  const bool at_once = bottom - top < AT_ONCE;
-  const uint64_t whole = at_once ? (uint64_t(2) << (bottom - top)) - 1 : 0;
-  int from = CHUNK, to = 0;
-  for (int j = 0; j < chunk.count; j++) {
-    masked |= chunk.first[j] > top || chunk.last[j] < bottom;
-    if (chunk.first[j] > bottom || chunk.last[j] < top) continue;
-    if (chunk.bits[j]) {
-      const uint64_t seen = bits_from(chunk.bits[j], held.within + top) & whole;
-      masked |= !at_once || seen != whole;
-      if (at_once && seen == 0) continue;
+// Which lanes of a group see which rows of a chunk that masks of bits cut: a word of bits for each row.
+struct Sight {
+  uint64_t words[CHUNK + 1];  // the last is read with the one before
+  bool near;                  // held.is_near
+
+  // The same for one vector.
+  struct OfVector {
+    const unsigned char *at;
+    Integers bit;
+
+    Mask operator()(int j) const {
+      int32_t word;
+      std::memcpy(&word, at + j * sizeof(uint64_t), sizeof word);
+      return share_bits(all(word), bit);
     }
-    if (from == CHUNK) from = j;
-    to = j + 1;
+  };
+  OfVector of(const Held &held, int group, int x) const {
+    const int lane = group * LANES + x, byte = lane < held.count ? held.place(group, x, near) / 8 : 0;
+    return {reinterpret_cast<const unsigned char *>(words) + byte, load_integers(held.bit + lane)};
   }
-  return {from / ROWS * ROWS, int(round_up(to, ROWS)), masked};
+};
+
+// Bits `low` to `high` of a word.
+inline uint64_t bits_between(int64_t low, int64_t high) {
+  low = low < 0 ? 0 : low;
+  high = high > 63 ? 63 : high;
+  return low > high ? 0 : ~uint64_t(0) << low & ~uint64_t(0) >> (63 - high);
+}
+
+// The word of row j of a chunk for a group whose rows lie far apart.
+inline uint64_t lane_by_lane(const Held &held, int first, int last, const Chunk &chunk, int j) {
+  uint64_t word = 0;
+  for (int lane = first; lane <= last; lane++) {
+    const int32_t row = held.row[lane];
+    const bool marked = !chunk.bits[j] || bits_from(chunk.bits[j], held.within + row) & 1;
+    word |= uint64_t(marked && chunk.first[j] <= row && row <= chunk.last[j]) << (lane - first);
+  }
+  return word;
+}
+
+// `window` of a chunk that masks of bits cut. Writes `sight`. Not inlined: most chunks are not cut.
+template <int ROWS>
+[[gnu::noinline]] Window window_of_bits(const Held &held, int group, const Chunk &chunk, bool masked, Sight &sight) {
+  const int first = group * LANES, last = held.last(first, LANES), count = chunk.count;
+  const int32_t top = held.row[first], bottom = held.row[last];
+  uint64_t *words = sight.words;
+  sight.near = held.is_near(group);
+  const uint64_t whole = bits_between(0, sight.near ? bottom - top : last - first);
+  if (sight.near) {
+    for (int j = 0; j < count; j++)
+      words[j] = chunk.bits[j] ? bits_from(chunk.bits[j], held.within + top) & whole : whole;
+    for (int j = 0; j < count && chunk.edged; j++)
+      words[j] &= bits_between(int64_t(chunk.first[j]) - top, int64_t(chunk.last[j]) - top);
+  } else {
+    for (int j = 0; j < count; j++) words[j] = lane_by_lane(held, first, last, chunk, j);
+  }
+  for (int j = count; j < round_up(count, ROWS); j++) words[j] = 0;
+
+  uint64_t seen_by_all = whole;
+  for (int j = 0; j < count; j++) seen_by_all &= words[j];
+  if (seen_by_all == whole) return {0, int(round_up(count, ROWS)), masked};
+  int from = 0, to = count;
+  while (from < to && !words[from]) from++;
+  while (from < to && !words[to - 1]) to--;
+  return {from / ROWS * ROWS, from < to ? int(round_up(to, ROWS)) : 0, false, true};
 }
 
 template <Side HELD, int ROWS>
-inline Window window(const Held &held, int group, const Chunk &chunk) {
-  const int first = group * LANES, last = (first + LANES < held.count ? first + LANES : held.count) - 1;
+inline Window window(const Held &held, int group, const Chunk &chunk, Sight &sight) {
+  const int first = group * LANES, last = held.last(first, LANES);
   const int32_t top = held.row[first], bottom = held.row[last];
   bool masked = chunk.count % ROWS != 0 || (HELD == Side::keys && last + 1 - first < LANES);
-  if (chunk.cut) return window_of_bits<ROWS>(held, group, chunk, masked);
+  if (chunk.cut) return window_of_bits<ROWS>(held, group, chunk, masked, sight);
   if (!chunk.edged) return {0, int(round_up(chunk.count, ROWS)), masked};
   int from = CHUNK, to = 0;
   for (int j = 0; j < chunk.count; j++) {
@@ -128,33 +198,9 @@ inline Window window(const Held &held, int group, const Chunk &chunk) {
   return {from / ROWS * ROWS, int(round_up(to, ROWS)), masked};
 }
 
-// `hide` of a chunk that masks of bits cut.
-[[gnu::noinline]] void hide_by_bits(const Held &held, int group, const Chunk &chunk, Window w, float *s) {
-  for (int x = 0; x < LANES; x += WIDTH) {
-    const int lane = group * LANES + x, rows = held.count - lane < WIDTH ? held.count - lane : WIDTH;
-    const int32_t *row = held.row + lane;
-    const Integers number = load_integers(row), bit = load_integers(held.bit + lane);
-    const Mask there = first_lanes(rows);
-    const bool at_once = rows > 0 && row[rows - 1] - row[0] < 32, edged = chunk.edged;
-    const uint32_t first = rows > 0 ? held.within + row[0] : 0;
-    for (int j = w.from; j < w.to; j++) {
-      Mask seen = there;
-      if (rows <= 0 || j >= chunk.count) {
-        seen = first_lanes(0);
-      } else {
-        if (edged) seen = seen & seeing(number, chunk, j);
-        if (const uint8_t *bits = chunk.bits[j])
-          seen = seen & (at_once ? share_bits(all(int32_t(bits_from(bits, first))), bit) : marked(held, lane, bits));
-      }
-      store(s + j * LANES + x, all(-INF), inverse(seen));
-    }
-  }
-}
-
 // s = -infinity where a row of the group and one of the chunk do not see one another. Most rows of a chunk that an edge
 // of a window cuts see a whole group: they are passed over.
 inline void hide(const Held &held, int group, const Chunk &chunk, Window w, float *s) {
-  if (chunk.cut) return hide_by_bits(held, group, chunk, w, s);
   const int32_t *row = held.row + group * LANES;
   const int left = held.count - group * LANES;
   for (int j = w.from; j < w.to; j++) {
@@ -214,8 +260,8 @@ inline Lanes drop(const Words &words, int lane, int j, Lanes x) {
   return only(keep, x * all(words.keep_scale));
 }
 
-// Turn products into scores, -infinity where rows do not see one another, and return the factor that they still need.
-// Not inlined, as `cap` is not.
+// Turn products into scores, -infinity where rows do not see one another (but in windows that are cut), and return the
+// factor that they still need. Not inlined, as `cap` is not.
 template <class Bias>
 [[gnu::noinline]] float make_scores(const Held &held, int group, const Chunk &chunk, Window w, Scaling scaling,
                                     const Bias &bias, float *s) {
@@ -245,13 +291,14 @@ struct Running {
   for (int j = w.from; j < w.to; j++) store(s + j * LANES, load(s + j * LANES) * all(scale));
 }
 
-// One step of the online softmax. v are values of the chunk, s is room for CHUNK rows. Not inlined, as attend_dq and
-// attend_dkdv are not: what one of their forms needs leaves the loops of the others alone.
-template <class Arithmetic, class Bias>
+// One step of the online softmax. v are values of the chunk, s is room for CHUNK rows. CUT is w.cut: weights of hidden
+// pairs become 0 in registers, where a pass over the scores would take four times as long. Not inlined, as attend_dq
+// and attend_dkdv are not: what one of their forms needs leaves the loops of the others alone.
+template <bool CUT, class Arithmetic, class Bias>
 [[gnu::noinline]]
 void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, const Word *v, Running run, const Held &held,
-            int group, const Chunk &chunk, Scaling scaling, const Words &words, const Bias &bias, float *s) {
-  const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
+            int group, const Chunk &chunk, Window w, const Sight &sight, Scaling scaling, const Words &words,
+            const Bias &bias, float *s) {
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
   multiply(Arithmetic(), k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
@@ -260,10 +307,14 @@ void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, con
   const bool drops = words.any;
   const Lanes c = all(scale);
   for (int x = 0; x < lanes; x += WIDTH) {
+    const Sight::OfVector seen = CUT ? sight.of(held, group, x) : Sight::OfVector();
     Lanes top[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
     for (int j = w.from; j < w.to; j += 4)
 #pragma GCC unroll 4
-      for (int u = 0; u < 4; u++) top[u] = larger(top[u], load(s + (j + u) * LANES + x));
+      for (int u = 0; u < 4; u++) {
+        const Lanes higher = larger(top[u], load(s + (j + u) * LANES + x));
+        top[u] = CUT ? choose(seen(j + u), higher, top[u]) : higher;
+      }
     top[0] = larger(larger(top[0], top[1]), larger(top[2], top[3])) * c;
     Lanes factor = c;
     if (any(greater(top[0], all(LARGE))) || any(greater(all(-LARGE), top[0]) & greater(top[0], all(-INF)))) {
@@ -289,6 +340,7 @@ void attend(const Operands<Arithmetic> &shape, const Word *q, const Word *k, con
 #pragma GCC unroll 4
       for (int u = 0; u < 4; u++) {
         p[u] = Arithmetic::exp2(multiply_subtract(load(s + (j + u) * LANES + x), factor, shift));
+        if constexpr (CUT) p[u] = only(seen(j + u), p[u]);
         sums[u % 2] = sums[u % 2] + p[u];
         if (drops) p[u] = drop<Side::queries>(words, group * LANES + x, j + u < chunk.count ? j + u : 0, p[u]);
       }
@@ -305,12 +357,12 @@ inline Lanes where_seen(Lanes s, bool masked, Lanes x) { return masked ? only(in
 
 // dq += ds k (short of the scale), where p = exp(s - lse) and ds = p (do v - delta). k_values are the keys as values, s
 // and dp room for CHUNK rows.
-template <bool CAPPED, class Arithmetic, class Bias>
+template <bool CUT, bool CAPPED, class Arithmetic, class Bias>
 [[gnu::noinline]]
 void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dout, const Word *k, const Word *v,
                const Word *k_values, const float *lse, const float *delta, float *dq, const Held &held, int group,
-               const Chunk &chunk, Scaling scaling, const Words &words, const Bias &bias, float *s, float *dp) {
-  const Window w = window<Side::queries, Arithmetic::ROWS>(held, group, chunk);
+               const Chunk &chunk, Window w, const Sight &sight, Scaling scaling, const Words &words, const Bias &bias,
+               float *s, float *dp) {
   if (w.from >= w.to) return;
   const int lanes = held.lanes(group);
   multiply(Arithmetic(), k + w.from * shape.stride, shape.stride, q, shape.words, s + w.from * LANES, w.to - w.from,
@@ -320,6 +372,7 @@ void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dou
   const float scale = make_scores(held, group, chunk, w, scaling, bias, s);
   const bool masked = w.masked, drops = words.any;
   for (int x = 0; x < lanes; x += WIDTH) {
+    const Sight::OfVector seen = CUT ? sight.of(held, group, x) : Sight::OfVector();
     const Lanes shift = load(lse + x), offset = load(delta + x);
     for (int j = w.from; j < w.to; j += 4) {
       Lanes ds[4];
@@ -331,7 +384,7 @@ void attend_dq(const Operands<Arithmetic> &shape, const Word *q, const Word *dou
         const Lanes p = Arithmetic::exp2(multiply_subtract(score, all(scale), shift));
         y = p * (y - offset);
         if constexpr (CAPPED) y = y * slope(score);
-        ds[u] = where_seen(score, masked, y);
+        ds[u] = CUT ? only(seen(j + u), y) : where_seen(score, masked, y);
       }
 #pragma GCC unroll 2
       for (int u = 0; u < 4; u += 2)
@@ -356,14 +409,13 @@ struct Keys {
 enum class Formed { plainly, capped, biased };  // how scores are made of products
 
 // dv += p do and dk += ds q (short of the scale). With `rows` also ds, [CHUNK][row_words] with 0 where nothing is seen,
-// for a product with keys. s and dp are room for CHUNK rows. Returns the rows of the chunk that were seen.
-template <Formed FORMED, class Arithmetic, class Bias>
+// for a product with keys. s and dp are room for CHUNK rows.
+template <bool CUT, Formed FORMED, class Arithmetic, class Bias>
 [[gnu::noinline]]
-Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, const Held &held,
-                   int group, const Chunk &chunk, Scaling scaling, const Words &words, Bias &bias, float *s, float *dp,
-                   Word *rows, int64_t row_words) {
+void attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Queries &queries, const Held &held,
+                 int group, const Chunk &chunk, Window w, const Sight &sight, Scaling scaling, const Words &words,
+                 Bias &bias, float *s, float *dp, Word *rows, int64_t row_words) {
   constexpr bool CAPPED = FORMED == Formed::capped, BIASED = FORMED == Formed::biased;
-  const Window w = window<Side::keys, Arithmetic::ROWS>(held, group, chunk);
   constexpr int WORDS = LANES / Arithmetic::PER_WORD;
   if (rows)
     for (int j = 0; j < round_up(chunk.count, Arithmetic::ROWS); j++)
@@ -371,7 +423,7 @@ Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Qu
         for (int h = 0; h < Arithmetic::HALVES; h++)
           for (int x = 0; x < WORDS; x += WIDTH)
             store(rows + j * row_words + h * row_words / Arithmetic::HALVES + x, zeros());
-  if (w.from >= w.to) return w;
+  if (w.from >= w.to) return;
   const int count = w.to - w.from, lanes = held.lanes(group);
   multiply(Arithmetic(), queries.q + w.from * shape.stride, shape.stride, keys.k, shape.words, s + w.from * LANES,
            count, lanes);
@@ -379,6 +431,11 @@ Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Qu
            count, lanes);
   const float scale = make_scores(held, group, chunk, w, scaling, bias, s);
   const bool masked = w.masked, drops = words.any;
+  Sight::OfVector seen[VECTORS];
+  for (int x = 0; x < VECTORS && CUT; x++) seen[x] = sight.of(held, group, x * WIDTH);
+  const auto visible = [&](int x, int row, Lanes score, Lanes y) {
+    return CUT ? only(seen[x](row), y) : where_seen(score, masked, y);
+  };
   for (int j = w.from; j < w.to; j += 2) {
     Lanes p[2][VECTORS], ds[2][VECTORS];
 #pragma GCC unroll 2
@@ -389,11 +446,11 @@ Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Qu
         const Lanes score = load(s + row * LANES + lane);
         Lanes y = load(dp + row * LANES + lane);
         const Lanes power = multiply_subtract(score, all(scale), all(queries.lse[row]));
-        p[u][x] = where_seen(score, masked, Arithmetic::exp2(power));
+        p[u][x] = visible(x, row, score, Arithmetic::exp2(power));
         if (drops) y = drop<Side::keys>(words, group * LANES + lane, row, y);
         y = p[u][x] * (y - all(queries.delta[row]));
         if constexpr (CAPPED) y = y * slope(score);
-        ds[u][x] = where_seen(score, masked, y);
+        ds[u][x] = visible(x, row, score, y);
         if constexpr (BIASED) store(bias.gradients() + row * LANES + lane, ds[u][x]);
         if (drops) p[u][x] = drop<Side::keys>(words, group * LANES + lane, row, p[u][x]);
       }
@@ -408,7 +465,6 @@ Window attend_dkdv(const Operands<Arithmetic> &shape, const Keys &keys, const Qu
   if constexpr (BIASED) bias.collect(group, chunk, w);
   multiply_transposed(Arithmetic(), queries.dout_values, s, w.from, count, keys.dv, shape.columns, lanes);
   multiply_transposed(Arithmetic(), queries.q_values, dp, w.from, count, keys.dk, shape.columns, lanes);
-  return w;
 }
 
 // acc is NaN where an element of v is not finite and seen: gathered values have 0 there.

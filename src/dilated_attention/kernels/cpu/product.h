@@ -127,6 +127,15 @@ void with_vectors(int lanes, Loop loop) {
   loop(std::integral_constant<int, N>());
 }
 
+// body(flag), where the compiler knows the flag.
+template <class Body>
+inline void with_flag(bool flag, Body body) {
+  if (flag)
+    body(std::true_type());
+  else
+    body(std::false_type());
+}
+
 // Scores c[rows][LANES] = rows . own, where own is [words][LANES]; `count` is a multiple of ROWS.
 template <class Arithmetic>
 void multiply(Arithmetic, const Word *rows, int64_t row_words, const Word *own, int words, float *c, int count,
