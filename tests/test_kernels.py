@@ -860,7 +860,7 @@ def test_tables_are_held_for_the_stream_that_reads_them(number, kernel, monkeypa
     monkeypatch.setattr(backend, "on_default_stream", lambda device: number == 0)
     monkeypatch.setattr(backend, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tiles, "longest", lambda *x: (64, 64))
-    monkeypatch.setattr(tiles, "tables", lambda *x: [SimpleNamespace(lines=table("tiles"))])
+    monkeypatch.setattr(tiles, "tables", lambda *x: [SimpleNamespace(lines=table("tiles"), count=64)])
     q = SimpleNamespace(
         device=torch.device("cuda", 0), is_cuda=True, shape=(1, 64, 1, 16), numel=lambda: 1024, element_size=lambda: 2
     )

@@ -25,7 +25,6 @@ from dilated_attention.backends.triton_bias import Biased, biased
 from dilated_attention.bias import DISTANCES, FORMS
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
-from dilated_attention.layout import BlockLayout
 from dilated_attention.merge import running
 from dilated_attention.plan import Plan
 from dilated_attention.torch_internals import constant_when_traced, on_default_stream
@@ -331,10 +330,24 @@ class Launch:
     shape: Shape
 
     def lists(self, layouts: Layouts | None) -> tuple[Tensor | None, ...]:
-        """Return what `_lists` does for the launch's layout; without a layout, None four times."""
+        """Return the lists that the kernel reads of its layout: key blocks by query block or, for dk and dv, query
+        blocks by key block.
+
+        They are indptr, indices, bits and split, as kernels/block_lists.py says; the last two are None if all blocks
+        are whole, and all four without a layout.
+        """
         if layouts is None or self.table.count is None:
             return None, None, None, None
-        return _lists(layouts[self.table.count], self.kernel)
+        layout = layouts[self.table.count]
+        if side_of(self.kernel) == "queries":
+            if layout.kinds is None:
+                return layout.indptr, layout.indices, None, None
+            indices, split = layout.whole_first
+            return layout.indptr, indices, layout.words_by_key, split
+        if layout.kinds is None:
+            return *layout.transposed, None, None
+        indices, split = layout.transposed_whole_last
+        return layout.transposed.indptr, indices, layout.words_by_query, split
 
     def bind(self, problem: Problem, tensors: Tensors, bias: Biased, chain: bool | None) -> Bound:
         """Return the launch for tensors like these, by their names in the kernel; `chain` as in `_Launches`."""
@@ -489,30 +502,10 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
         # The tables were allocated on the default stream. Without this, the allocator could reuse their memory, once
         # nothing refers to them, before this stream has read it. This is allowed during a capture too.
         for launch in held.launches:
-            launch.table.lines.record_stream(stream)
-        if layouts is not None:
-            for layout in layouts.values():
-                for table in _lists(layout, kernel):
-                    if table is not None:
-                        table.record_stream(stream)
+            for table in (launch.table.lines, *launch.lists(layouts)):
+                if table is not None:
+                    table.record_stream(stream)
     return held
-
-
-def _lists(layout: BlockLayout, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the lists that a kernel reads, key blocks by query block or for dk and dv query blocks by key block.
-
-    They are indptr, indices, bits and split, as kernels/block_lists.py says; the last two are None if all blocks are
-    whole.
-    """
-    if side_of(kernel) == "queries":
-        if layout.kinds is None:
-            return layout.indptr, layout.indices, None, None
-        indices, split = layout.whole_first
-        return layout.indptr, indices, layout.words_by_key, split
-    if layout.kinds is None:
-        return *layout.transposed, None, None
-    indices, split = layout.transposed_whole_last
-    return layout.transposed.indptr, indices, layout.words_by_query, split
 
 
 # ---- arguments
