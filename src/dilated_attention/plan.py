@@ -152,10 +152,11 @@ class Sizes(NamedTuple):
     entries: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """Hold the groups of one pattern at one sequence length. `covered`: those marked `first` hold every (row, head), so
-    that out and lse need no initial values. `square`: in every group the queries are the keys."""
+    """Hold the groups of one pattern at one sequence length. Plans are compared by identity, which is quick in a key.
+    `covered`: those marked `first` hold every (row, head), so that out and lse need no initial values. `square`: in
+    every group the queries are the keys."""
 
     seq_len: int
     num_heads: int

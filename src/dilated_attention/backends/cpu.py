@@ -378,9 +378,9 @@ def launches(
         for cells in tiles.cells_of(some, side, layouts):
             lines = tiles.lines_of(cells.array, side, own)
             made.append(launch_of(lines, cells.listed, side, owned, few, together, joinable, own, by_block))
-        return Launches(plan, tuple(made))
+        return Launches(tuple(made))
 
-    key = "cpu", id(plan), blocks, side, owned, own, few, together, which, joinable, by_block
+    key = "cpu", plan, blocks, side, owned, own, few, together, which, joinable, by_block
     return plan_cache.get(key, make).launches
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dilated_attention.backends import tiles
 from dilated_attention.kernels.configurations import Side
-from dilated_attention.plan import Plan
 
 NEARBY = 768
 """Under a narrow window, the heads of this many neighbouring tokens run together. Other numbers: docs/notebook.md,
@@ -57,9 +56,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Hold launches in the cache, and keep the plan alive, because its id is in the cache's key."""
+    """Hold launches in the cache."""
 
-    plan: Plan
     launches: tuple[Launch, ...]
 
     @property

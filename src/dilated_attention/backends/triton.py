@@ -26,7 +26,6 @@ from dilated_attention.bias import DISTANCES, FORMS
 from dilated_attention.cache import plan_cache
 from dilated_attention.kernels.configurations import ARCHITECTURES, FUSED, Kernel, Shape, side_of
 from dilated_attention.merge import running
-from dilated_attention.plan import Plan
 from dilated_attention.torch_internals import constant_when_traced, on_default_stream
 
 Tensors = Mapping[str, Any]
@@ -409,10 +408,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """Hold a plan's launches of a kernel in the cache. Also keep the plan alive, because its id is part of the cache's
-    key. `bound`: what `_bound` holds; for dk and dv also the launches of `backward_stats`."""
+    """Hold a plan's launches of a kernel in the cache. `bound`: what `_bound` holds; for dk and dv also the launches of
+    `backward_stats`."""
 
-    plan: Plan
     launches: tuple[Launch, ...]
     bound: dict[tuple[Any, ...], tuple[Bound, ...]] = field(default_factory=dict)
 
@@ -469,7 +467,7 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
     layouts = problem.layouts
     masked = bool(problem.scores.needs) or problem.hidden is not None
     if not plan.groups or not q.numel():
-        return _Launches(plan, ())
+        return _Launches(())
 
     blocks = None
     has_bits = False
@@ -493,9 +491,9 @@ def _launches(kernel: Kernel, problem: Problem, q: Tensor) -> _Launches:
         side = side_of(kernel)
         cut = shape.cut(*tiles.longest(plan, side, layouts))
         tables = tiles.tables(plan, side, cut, layouts, q.device)
-        return _Launches(plan, tuple(Launch(kernel, table, cut) for table in tables))
+        return _Launches(tuple(Launch(kernel, table, cut) for table in tables))
 
-    key = "triton", id(plan), blocks, kernel, shape, q.device
+    key = "triton", plan, blocks, kernel, shape, q.device
     held = plan_cache.get(key, make)
     if q.is_cuda and not on_default_stream(q):
         stream = torch.cuda.current_stream(q.device)
