@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance import in_sixteen_threads
 from dilated_attention import BlockLayout, Dilated, attention, execution, plan_cache
 from dilated_attention.backends import blocks, native, tiles
-from dilated_attention.cache import PlanCache, lasting
+from dilated_attention.cache import Named, PlanCache, lasting
 from dilated_attention.plan import plan_dilated
 
 
@@ -125,6 +125,23 @@ class TestCache:
         assert torch.equal(out, expected)
         with torch.inference_mode():
             assert PlanCache(1).get("a", lambda: Entry(int(torch.is_grad_enabled()))) == Entry(0)
+
+    def test_an_argument_with_a_key_is_compared_by_it_and_not_kept(self):
+        cache, made, mask = PlanCache(1000), [], torch.ones(3)
+
+        def make(named, number):
+            made.append(number)
+            return Entry(10)
+
+        for number in (1, 1, 2):
+            cache.of(make, Named(mask), number)
+        mask.zero_()
+        cache.of(make, Named(mask), 1)
+        assert made == [1, 2, 1]
+        held = weakref.ref(mask)
+        del mask
+        gc.collect()
+        assert held() is None
 
     def test_plans_are_kept(self):
         plan_cache.clear()
