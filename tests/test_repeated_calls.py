@@ -694,6 +694,19 @@ class TestRepeats:
             torch.testing.assert_close(attention(*inputs, Window(3), backend="cpu"), expected, rtol=1e-5, atol=1e-5)
         assert len(call.repeats) == execution.MOST_KINDS
 
+    @pytest.mark.parametrize("wide", [False, True])
+    def test_values_of_another_width(self, wide):
+        """Backends get tensors of one head_dim, in a call with a gradient and in the next one without."""
+        q, k, v = tensors()
+        narrow = q[..., :3], k[..., :3]
+        q, k, v = (*narrow, v) if wide else (q, k, v[..., :3])
+        expected = attention(q, k, v, PATTERNS["dilated"], backend="reference")
+        trained = attention(q.requires_grad_(), k, v, PATTERNS["dilated"])
+        with torch.no_grad():
+            found = [attention(q, k, v, PATTERNS["dilated"]) for _ in range(2)]
+        for out in (trained, *found):
+            torch.testing.assert_close(out, expected)
+
     def test_strides_are_of_one_kind(self):
         """A cache that is joined anew for each token has other strides each time."""
         call = Call.remembered(*tensors(), Window(3), {**calls._DEFAULTS, "backend": "cpu"})

@@ -88,7 +88,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return out and lse of a `remembered` call as its backend repeats it; None if it does not."""
+    """Return out and lse of a `remembered` call as its backend repeats it; None if it does not. q, k and v have one
+    head_dim."""
     assert call.repeats is not None
     backend = call.backend
     lengths = None
@@ -106,7 +107,7 @@ def repeat(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
             return None
         factor, scores = call.scores.split()
         prepared, nbytes = None, 0
-        if dense and factor == 1 and scores.dropout_p == 0 and v.size(3) == q.size(3):
+        if dense and factor == 1 and scores.dropout_p == 0:
             prepared, nbytes = backend.prepare(_shapes_problem(call, q, k), q, k, v) or (None, 0)
         call.repeats[kind] = prepared
         plan_cache.grow(call.key, call, nbytes)

@@ -52,18 +52,18 @@ torch.library.define(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return out, shaped like q but with the head_dim of v, and lse, `(batch, seq, heads)`; differentiable."""
+    head_dim = v.size(3)
+    if head_dim == q.size(3):
+        return _attend(q, k, v, call)
+    out, lse = _attend(*as_one_width(q, k, v), call)
+    return out[..., :head_dim], lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if call.repeats is not None and not _differentiated(q, k, v):
         repeated = execution.repeat(call, q, k, v)
         if repeated is not None:
             return repeated
-    head_dim = v.size(3)
-    out, lse = _attend(*as_one_width(q, k, v), call)
-    if head_dim < out.size(3):
-        out = out[..., :head_dim]
-    return out, lse
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if call.backend.attend is not None:
         return execution.attend(call, q, k, v)
     # A mask, or lengths, may be written to before the backward: the operator saves them.
