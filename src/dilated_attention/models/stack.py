@@ -102,9 +102,11 @@ class Positioned(Sharded, Pretrained):
         """Return the length of the whole sequence: over a mesh `seq_len`, or if it is None, equal shards together."""
         if self.mesh is None:
             return x.shape[1]
-        if seq_len is not None:
-            return seq_len
-        return x.shape[1] * mesh_size(self.mesh)
+        if seq_len is None:
+            seq_len = self.seq_len
+        if seq_len is None:
+            return x.shape[1] * mesh_size(self.mesh)
+        return seq_len
 
     def _first_token(self, seq_len: int | None) -> int:
         """Return the position of this rank's first token; 0 without a mesh."""

@@ -28,11 +28,15 @@ _MANY = 128
 
 
 class Sharded(nn.Module):
-    """Base class of modules that take shards of sequences over a mesh, or whole sequences without one."""
+    """Base class of modules that take shards of sequences over a mesh, or whole sequences without one.
+
+    seq_len: the length of the whole sequence for calls that do not say it; None: shards are equal.
+    """
 
     mesh: Any = None
     transport = "auto"
     layer = ""
+    seq_len: int | None = None
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
         """Run over `mesh`, or on one device if None; errors name `layer`.
@@ -112,7 +116,6 @@ class DilatedAttention(Sharded):
         self.scale = scale
         self.dropout = dropout
         self.backend = backend
-        self.seq_len: int | None = None
         self.set_context_parallel(mesh, transport)
 
     def pattern_of(self, seq_len: int, is_ragged: bool = False) -> Pattern:

@@ -357,7 +357,6 @@ class SelectingAttention(Sharded):
         self.head_dim = self.embed_dim // self.num_heads
         check_name(backend)
         self.backend = backend
-        self.seq_len: int | None = None
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown)
