@@ -107,6 +107,7 @@ def _bars(axes: Axes, panel: Panel) -> None:
         bars = axes.bar(places, series.y, width * 0.92, color=color, label=series.label, zorder=2)
         axes.bar_label(bars, [number(y) for y in series.y], fontsize=7)
     axes.set_xticks(range(len(groups)), groups)
+    axes.set_xlim(-0.5, len(groups) - 0.5)  # a group without its last bar is not cut
 
 
 def _stages(axes: Axes, panel: Panel) -> None:

@@ -26,7 +26,7 @@ EPYC, ZEN4, ZEN3, XEON = (
     "cpu-2-threads-intel-r-xeon-r-processor",
 )
 XEON_WITHOUT_AMX = f"{XEON}-without-amx"
-MACHINES = {EPYC: "EPYC", ZEN4: "EPYC\nZen 4", XEON: "Xeon\nAMX", ZEN3: "EPYC\nAVX2"}
+MACHINES = {EPYC: "EPYC\nZen 5", ZEN4: "EPYC\nZen 4", XEON: "Xeon\nAMX", ZEN3: "EPYC\nAVX2"}
 """Folders of results, and their names in a chart."""
 
 Chart = Callable[[Path], list[Panel]]
