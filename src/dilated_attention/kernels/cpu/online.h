@@ -292,7 +292,7 @@ struct Running {
 }
 
 // One step of the online softmax. v are values of the chunk, s is room for CHUNK rows. CUT is w.cut: weights of hidden
-// pairs become 0 in registers, where a pass over the scores would take four times as long. Not inlined, as attend_dq
+// pairs become 0 in registers, where a pass over the scores takes seven times as long. Not inlined, as attend_dq
 // and attend_dkdv are not: what one of their forms needs leaves the loops of the others alone.
 template <bool CUT, class Arithmetic, class Bias>
 [[gnu::noinline]]
