@@ -180,7 +180,7 @@ class GigaPathSlideEncoder(Pooling):
 
         first_only: return the states of the cls tokens only, `(1, slides, embed_dim)`.
         """
-        self.require_one_device(self.encoder.mesh)
+        self._require_one_device(self.encoder.mesh)
         rows, counts = self.embed(x, coords, lengths)
         edges = [0, *accumulate([count + 1 for count in counts])]
         states = self.encoder(rows, cu_seqlens=edges, all_layers=all_layers, first_only=first_only)

@@ -120,7 +120,7 @@ class LongViT(Pooling):
 
     def forward(self, images: Float[Tensor, "batch in_chans rows columns"]) -> Tensor:
         config = self.config
-        self.require_one_device(self.encoder.mesh)
+        self._require_one_device(self.encoder.mesh)
         require_like(self.positions, images=images)
         if (
             images.dim() != 4

@@ -418,10 +418,10 @@ class Pooling(Pretrained):
     encoder: LongNetStack
 
     def set_context_parallel(self, mesh: Any, transport: str = "auto", layer: str = "") -> None:
-        """Refuse a mesh, as `require_one_device` does."""
-        self.require_one_device(mesh)
+        """Refuse a mesh, as `_require_one_device` does."""
+        self._require_one_device(mesh)
 
-    def require_one_device(self, mesh: Any) -> None:
+    def _require_one_device(self, mesh: Any) -> None:
         """Raise UnsupportedError if a mesh is given. The message advises sharding `encoder` alone."""
         if mesh is not None:
             raise UnsupportedError(
