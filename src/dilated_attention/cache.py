@@ -173,8 +173,7 @@ class derived(Generic[Value]):  # noqa: N801, used like cached_property
     """Compute an attribute once, as `cached_property` does, but keep no tensor of a tracer.
 
     While torch.export traces, operators on real tensors return fake ones, which hold no numbers. A later call outside
-    the trace would read them, in place of a layout's own. (`cached_property` of Python 3.11 takes a lock, which
-    `torch.compile` cannot.)
+    the trace would read them. (`cached_property` of Python 3.11 takes a lock, which `torch.compile` cannot.)
     """
 
     def __init__(self, compute: Callable[[Any], Value]) -> None:

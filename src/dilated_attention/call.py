@@ -183,7 +183,9 @@ class Call:
         `warn_of_unserved` does, unless other calls show keys to the same queries (`alone`). `near`: the keys that the
         call reads, at the positions of the options (`near_keys`); `key_padding_mask` is of all keys.
         """
-        positions = positions_of(options) if isinstance(pattern, BlockLayout) else None
+        positions = None
+        if isinstance(pattern, BlockLayout):
+            positions = positions_of(options)
         key = _key(q, k, v, pattern, options, near, positions)
         if key is None:
             call = cls.of(q, k, v, pattern, **options)
@@ -244,7 +246,9 @@ class Call:
         mesh; `over_ranks`: whether it has several ranks."""
         positions = positions_of(options)
         is_placed = positions is not None
-        starts = positions or (0, 0)
+        starts = (0, 0)
+        if positions is not None:
+            starts = positions
         checks.tensors(q, k, v, is_placed)
         seq_len = _sequence_length(q, options["seq_len"], group, options["transport"])
         if over_ranks:

@@ -237,7 +237,10 @@ def _attend(parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, options: Option
             # A weight of 0 times NaN would be NaN, in the gradients too.
             k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
         if not _all_finite(q):
-            found = _hidden_queries(q, key_padding_mask, positions_of(options) or (0, 0), parts[0].call.cu_seqlens)
+            starts = positions_of(options)
+            if starts is None:
+                starts = (0, 0)
+            found = _hidden_queries(q, key_padding_mask, starts, parts[0].call.cu_seqlens)
             spoiled = found[:, :, None] & ~q.isfinite().all(-1)
             q = q.masked_fill(spoiled[..., None], 0.0)
     out, lse = parts[0].attend(q, k, v)

@@ -290,6 +290,8 @@ def parts_of(
 ) -> Iterator[Part]:  # fmt: skip
     """Yield the parts of a plan in which some query sees some key. Arguments are as in `sights`. Parts number rows of q
     and of k from positions `origins`. `listed`: each segment has a block layout."""
+    if end is None:
+        end = max(queries[1], keys[1])
     first = not (branches.leading and branches.leading[branch])
     place: tuple[tuple[int, int], int] = ((0, 0), 0)
     for part in sights(branches, branch, offset, queries, keys, is_causal, end):
@@ -297,7 +299,7 @@ def parts_of(
         if found is not None:
             rows, columns, band = found
             if listed:
-                place = _in_segment(branches, branch, rows, columns, end or max(queries[1], keys[1]))
+                place = _in_segment(branches, branch, rows, columns, end)
             yield Part(rows.shifted(-origins[0]), columns.shifted(-origins[1]), band, part.phantoms, first, *place)
 
 

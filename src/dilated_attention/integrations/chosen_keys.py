@@ -166,7 +166,8 @@ def override(module: nn.Module, forward: Callable[..., Any]) -> None:
 def hook(
     module: nn.Module, before: Callable[..., Any], after: Callable[..., Any] | None = None, **options: Any
 ) -> None:
-    """Register hooks to call before and after a module's forward, unless they are there. options: of the second."""
+    """Register hooks to call before and after a module's forward, unless they are there. options: those of
+    `register_forward_hook`."""
     if before not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(before, with_kwargs=True)
     if after is not None and after not in module._forward_hooks.values():

@@ -492,7 +492,7 @@ def attend(shown: Shown, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, pattern: Any, **options: Any) -> Tensor:
-    """Return what `attention` does without return_lse, out alone."""
+    """Return `attention`'s out, without lse."""
     out = attention(q, k, v, pattern, **options)
     assert isinstance(out, Tensor)
     return out

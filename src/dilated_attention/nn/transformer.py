@@ -81,7 +81,9 @@ class SelfAttention(Sharded):
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if sub_ln else nn.Identity()
         self.output = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.pattern = pattern
-        over_mesh = Dilated((WHOLE,), (1,)) if pattern is None else pattern
+        over_mesh = pattern
+        if pattern is None:
+            over_mesh = Dilated((WHOLE,), (1,))
         self.attention = DilatedAttention(pattern=over_mesh, dropout=dropout, backend=backend)
 
     def forward(

@@ -283,8 +283,10 @@ class _Compute:
 
 
 def _of_heads(x: Tensor | None, heads: Tensor | None) -> Any:
-    """Return x `(batch, rows, heads, ...)` of these heads; None: of all."""
-    return x if x is None or heads is None else x.index_select(2, heads)
+    """Return these heads of x `(batch, rows, heads, ...)`; None: all."""
+    if x is None or heads is None:
+        return x
+    return x.index_select(2, heads)
 
 
 def gradients_wanted(call: Call, q: Tensor, k: Tensor, wanted: bool) -> bool:
@@ -471,7 +473,9 @@ def samples(call: Call, tokens: int) -> Iterator[tuple[int, Call]]:
 
 
 def _of_sample(x: Tensor | None, i: int, rows: int | None = None) -> Tensor | None:
-    """Return x `(batch or 1, rows, ...)` for sample i, `(1, rows, ...)`, and of that the first `rows`; None: all."""
+    """Return the first `rows` rows of sample i in x `(batch or 1, rows, ...)`, as `(1, rows, ...)`. rows None: all."""
     if x is None:
         return None
-    return x[:, :rows] if len(x) == 1 else x[i : i + 1, :rows]
+    if len(x) > 1:
+        x = x[i : i + 1]
+    return x[:, :rows]

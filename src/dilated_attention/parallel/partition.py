@@ -12,8 +12,8 @@ contiguous run of the class, and so are the keys that they see. The attention of
                          key is left out, so that whole segments are groups without a band.
 
 With block layouts, `block_partition` makes the problems over received rows. Which of a rank's own rows each peer sees
-follows in the same way, for all peers at once. `plan.sights` says what a branch shows, windows and
-leading tokens (`Window.leading`) included, so this module treats all branches alike.
+follows in the same way, for all peers at once. `plan.sights` says what a branch shows, windows and leading tokens
+(`Window.leading`) included, so this module treats all branches alike.
 
 A *row key* names the key and value of one token of one KV head: token * kv_heads + head. Row keys ascend by token,
 hence by owner: a sorted list of row keys is a list of messages. A row that several branches show is received once. A

@@ -35,11 +35,15 @@ class Ulysses:
         mine = range(link.rank * heads, (link.rank + 1) * heads)
         layouts = []
         for layout in sharding.layouts:
-            layouts.append(layout.select(heads=mine) if layout.num_heads > 1 else layout)
+            if layout.num_heads > 1:
+                layout = layout.select(heads=mine)
+            layouts.append(layout)
+        cu_seqlens = None
+        if sharding.samples is not None:
+            cu_seqlens = torch.tensor(sharding.samples)
         self.call = call.but(
             branches=sharding.branches._replace(offsets=offsets), layouts=tuple(layouts), shards=None, problems={},
-            cu_seqlens=None if sharding.samples is None else torch.tensor(sharding.samples),
-            first_head=call.first_head + mine.start, bias_head=mine.start,
+            cu_seqlens=cu_seqlens, first_head=call.first_head + mine.start, bias_head=mine.start,
         )  # fmt: skip
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
